@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import lzma
 import re
 from contextlib import suppress
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 
@@ -20,10 +22,11 @@ COMPRESSION_BY_MAGIC = {
     b"BZh": "bz2",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\x04\x22\x4d\x18": "lz4",
+    b"\xfd7zXZ\x00": "xz",
 }
 SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
 """Magic of a frame without data, in zstd and lz4 files (RFC 8878, section 3.1.2)."""
-COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".xz": "xz"}
 FORMAT_BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
     ".json": "json",
@@ -36,7 +39,6 @@ PROBLEM_BY_MAGIC = {
     b"PK\x03\x04": "a ZIP archive; unpack it",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it",
     b"Rar!\x1a\x07": "a RAR archive; unpack it",
-    b"\xfd7zXZ\x00": "compressed by xz; decompress it, or compress it by gzip or zstd",
     b"%PDF-": "the binary data of a PDF document; extract its text",
     b"\x93NUMPY": "a NumPy array; write rows of token ids as JSON lines or Parquet",
     b"\x89HDF\r\n\x1a\n": "an HDF5 file; convert it to JSON lines or Parquet",
@@ -116,14 +118,21 @@ def _decompressed(raw: bytes, compression: str, whole: bool) -> tuple[bytes, boo
     """Decompress at most SAMPLE_BYTES; return them, and True if they are the whole content."""
     sample = b""
     # The compressed sample may end anywhere, which the decompressor reports as an error.
-    with suppress(OSError):
-        stream = pa.CompressedInputStream(pa.BufferReader(raw), compression)
+    with suppress(OSError, EOFError, lzma.LZMAError):
+        stream = open_compressed(io.BytesIO(raw), compression)
         while len(sample) < SAMPLE_BYTES:
             block = stream.read(1 << 12)
             if not block:
                 return sample, whole
             sample += block
     return sample, False
+
+
+def open_compressed(file: PurePath | IO[bytes], compression: str) -> Any:
+    """Return a binary stream of a file's decompressed content."""
+    if compression == "xz":
+        return lzma.open(file)
+    return pa.input_stream(file, compression=compression)
 
 
 def _inspect(name: str, sample: bytes, text_field: str, whole: bool) -> Content:

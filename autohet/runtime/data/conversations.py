@@ -6,12 +6,14 @@ import difflib
 import json
 from typing import Any
 
-from autohet.runtime.data.chat.targets import ASSISTANTS, TRAINED_KEYS, warn_once
+from autohet.runtime.data.chat.targets import ASSISTANTS, REASONING, TRAINED_KEYS, warn_once
 from autohet.runtime.data.chat.template import ChatMessage, Conversation, text_of_content
-from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, is_conversation
+from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, is_conversation, remedy_for
 from planner.inputs.documents import Document
 
 ROLES = ("system", "developer", "user", "assistant", "model", "tool", "function", "ipython")
+TOOLS = ("tool", "function", "ipython")
+"""Roles of the results of tools."""
 ROLE_BY_SPEAKER = {
     "human": "user",
     "gpt": "assistant",
@@ -21,7 +23,8 @@ ROLE_BY_SPEAKER = {
 """Roles by ShareGPT's names of the speakers (fields `from`, `value`)."""
 SYSTEM = "system"
 OPTIONS = "chat_template_kwargs"
-RECORD_FIELDS = (SYSTEM, "tools", OPTIONS)
+IMAGES = ("image", "images")
+RECORD_FIELDS = (SYSTEM, "tools", OPTIONS, *IMAGES)
 """Fields of a record that belong to its conversation, beside the messages."""
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 
@@ -32,7 +35,17 @@ def conversation_of(record: Document, field: str) -> Conversation:
     Raises:
         BrokenRecord: it is no conversation (`messages_of`), or what belongs to it is broken.
     """
-    messages = messages_of(record.get(field), field)
+    if field not in record:
+        names = ", ".join(sorted(record)[:8])
+        key = "set data.messages_field"
+        raise BrokenRecord(f"no field {field!r} (found: {names}); {remedy_for(record, key)}")
+    messages = messages_of(record[field], field)
+    for name in IMAGES:
+        if record.get(name):
+            raise BrokenRecord(
+                f"field {name!r} is not empty, and only text is trained on; remove the record, or"
+                f" {SKIP_REMEDY}"
+            )
     system = record.get(SYSTEM)
     if isinstance(system, str) and system and messages[0]["role"] != SYSTEM:
         messages = [{"role": SYSTEM, "content": system}, *messages]
@@ -55,7 +68,7 @@ def messages_of(value: Any, field: str) -> list[ChatMessage]:
     if not is_conversation(value):
         raise BrokenRecord(
             f"field {field!r} holds no list of messages (found: {_shown(value)}); set"
-            f" data.messages_field, or {SKIP_REMEDY}"
+            f" data.messages_field or data.fields, or {SKIP_REMEDY}"
         )
     return [_message(message, number) for number, message in enumerate(value, start=1)]
 
@@ -75,22 +88,38 @@ def _message(given: Document, number: int) -> ChatMessage:
         speaker = message.pop("from")
         message["role"] = ROLE_BY_SPEAKER.get(speaker, speaker)
         message["content"] = message.pop("value", "")
-    if isinstance(message.get("content"), list):
-        message["content"] = [_text_part(part, number) for part in message["content"]]
-    if "tool_calls" in message:
-        message["tool_calls"] = _parsed(message["tool_calls"], "tool_calls")
     role = message.get("role")
     if role not in ROLES:
-        near = difflib.get_close_matches(str(role), ROLES, n=1)
+        near = [ROLE_BY_SPEAKER.get(str(role)), *difflib.get_close_matches(str(role), ROLES)]
         hint = f"known: {', '.join(ROLES)}"
-        if near:
-            hint = f"did you mean {near[0]!r}?"
+        if any(near):
+            hint = f"did you mean {next(filter(None, near))!r}?"
         raise BrokenRecord(f"message {number} has the unknown role {role!r}; {hint}")
+    if "content" in message:
+        message["content"] = _content(message["content"], role, number)
+    if "function_call" in message:
+        call = _parsed(message.pop("function_call"), "function_call")
+        message.setdefault("tool_calls", [{"type": "function", "function": call}])
+    if "tool_calls" in message:
+        message["tool_calls"] = _parsed(message["tool_calls"], "tool_calls")
     if role in ASSISTANTS and not _has_content(message):
         raise BrokenRecord(
             f"message {number} is an empty turn of the assistant; remove the turn, or {SKIP_REMEDY}"
         )
     return message
+
+
+def _content(content: Any, role: str, number: int) -> str | list[dict[str, str]]:
+    """Return content as text or parts; a number, and a tool's result, as its JSON text."""
+    if isinstance(content, str):
+        return content
+    parts = [content] if isinstance(content, dict) else content
+    are_parts = isinstance(parts, list)
+    if role in TOOLS and are_parts:
+        are_parts = all(isinstance(part, dict) and "type" in part for part in parts)
+    if not are_parts:
+        return json.dumps(content, ensure_ascii=False)
+    return [_text_part(part, number) for part in parts]
 
 
 def _text_part(part: Any, number: int) -> dict[str, str]:
@@ -106,15 +135,16 @@ def _text_part(part: Any, number: int) -> dict[str, str]:
 
 
 def _has_content(message: ChatMessage) -> bool:
-    return bool(text_of_content(message.get("content")).strip() or message.get("tool_calls"))
+    text = text_of_content(message.get("content")).strip()
+    return bool(text) or any(message.get(key) for key in ("tool_calls", *REASONING))
 
 
 def tools_of(record: Document) -> Any:
     """Return the tools of a record, given as a list or as JSON text; None if it has none."""
     tools = _parsed(record.get("tools"), "tools")
-    if isinstance(tools, list):
-        tools = [_parsed(tool, "tools") for tool in tools]
-    return tools or None
+    if not isinstance(tools or [], list):
+        raise BrokenRecord(f"field 'tools' holds {str(tools)[:40]!r}; give a list of tools")
+    return [_parsed(tool, "tools") for tool in tools or ()] or None
 
 
 def _options_of(record: Document) -> Document:

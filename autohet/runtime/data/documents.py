@@ -1,22 +1,22 @@
 """Read source files as pieces of text, in one fixed order and in bounded memory.
 
 A text file is one document; so is a JSON record, and so is a row of CSV, Parquet or
-Arrow. Files with the magic bytes of gzip, bz2, zstd or lz4 are decompressed. A long text is split
-into pieces at line ends.
+Arrow. Files with the magic bytes of gzip, bz2, zstd, lz4 or xz are decompressed. A long text is
+split into pieces at line ends.
 """
 
 import codecs
 import contextlib
 from collections.abc import Iterator
+from lzma import LZMAError
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-
-import pyarrow as pa
 
 from autohet.runtime.data.content import (
     COMPRESSION_BY_SUFFIX,
     RAW_SAMPLE_BYTES,
     compression_by_magic,
+    open_compressed,
 )
 from autohet.runtime.data.records import (
     BrokenLines,
@@ -38,7 +38,9 @@ UNZIP_REMEDIES = {
         "it was compressed with a long window (zstd --long or --ultra); write it again with"
         " zstd -d --long=31 -c FILE | zstd -o NEW"
     ),
-    "Truncated": "the file is cut off; copy or download it again",
+    **dict.fromkeys(
+        ("Truncated", "file ended before"), "the file is cut off; copy or download it again"
+    ),
 }
 
 
@@ -180,12 +182,12 @@ def _open(path: Path, name: str) -> Iterator[IO[bytes]]:
         with path.open("rb") as file:
             compression = compression_by_magic(file.read(RAW_SAMPLE_BYTES))
         if compression:
-            opened = pa.input_stream(str(path), compression=compression)
+            opened = open_compressed(path, compression)
         else:
             opened = path.open("rb")
         with opened as stream:
             yield stream
-    except OSError as error:
+    except (OSError, EOFError, LZMAError) as error:
         reason = str(error)
         remedy = ""
         for sign, known in UNZIP_REMEDIES.items():

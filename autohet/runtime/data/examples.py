@@ -176,8 +176,8 @@ class _Completions:
                 messages_of(completion, field),
                 self._data.targets,
             )
-        before = text_of(record, PROMPT)
         text = text_of(record, field)
+        before = text_of(record, PROMPT)
         if not text.strip():
             raise BrokenRecord(f"the {field} is empty; remove the line, or {SKIP_REMEDY}")
         return before, text
@@ -198,21 +198,28 @@ class _Completions:
         return [examples[place] for place in range(len(extracted))]
 
     def _encode_texts(self, texts: Sequence[tuple[str, str]]) -> list[Example]:
-        """Encode prompt and completion separately, and append the end token.
+        """Encode each prompt with its completion, and append the end token.
 
-        The model sees a prompt encoded separately, too.
+        The completion begins where these ids part from those of the prompt alone, as in TRL.
         """
+        begins = self._tokenizer.begin_tokens if self._data.begin_of_document is None else ()
         prompts = self._tokenizer.encode([prompt for prompt, _ in texts])
-        if self._data.begin_of_document is None:
-            prompts = [begun(prompt, self._tokenizer.begin_tokens) for prompt in prompts]
-        completions = self._tokenizer.encode([completion for _, completion in texts])
+        wholes = self._tokenizer.encode([prompt + completion for prompt, completion in texts])
         examples = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            joined = np.concatenate([prompt, completion]).astype(np.int64)
-            ids = _ended(joined, self._tokenizer)
-            first_target = 0 if self._all else len(prompt)
-            counts = np.arange(len(ids)) >= first_target
-            examples.append(Example(ids, counts))
+        for prompt, whole in zip(prompts, wholes, strict=True):
+            before = begun(prompt, begins)
+            ids = _ended(begun(whole, begins).astype(np.int64), self._tokenizer)
+            num_shared = min(len(before), len(ids))
+            parts = before[:num_shared] != ids[:num_shared]
+            if parts.any():
+                num_shared = int(parts.argmax())
+                warn_once(
+                    "the ends of some prompts merge with their completions into tokens that the"
+                    " model does not see when it answers; end prompts without a space, and begin"
+                    " completions with it"
+                )
+            first_target = 0 if self._all else num_shared
+            examples.append(Example(ids, np.arange(len(ids)) >= first_target))
         return examples
 
 
@@ -246,6 +253,11 @@ class PreferenceExamples(_Completions):
     def encode(self, extracted: Sequence[tuple[Completion, Completion]]) -> list[Example]:
         chosen = self._encoded([one for one, _ in extracted])
         rejected = self._encoded([other for _, other in extracted])
+        for one, other in zip(chosen, rejected, strict=True):
+            # Both begin where one of them parts from their prompt, as in TRL.
+            firsts = [int(each.counts.argmax()) for each in (one, other)]
+            for each, first in zip((one, other), firsts, strict=True):
+                each.counts[min(firsts) : first] = True
         return [one._replace(rejected=other) for one, other in zip(chosen, rejected, strict=True)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from decimal import Decimal
 from typing import Any
 
 from autohet.runtime.data.examples import Example, ExampleKind
@@ -69,7 +70,7 @@ class PlainExamples:
 
 def _worded(value: Any) -> Any:
     """Return a number, such as an answer of 72, as its text, and all else as it is."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     return str(value) if is_number else value
 
 

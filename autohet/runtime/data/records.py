@@ -22,14 +22,21 @@ BATCH_ROWS = 1024
 MAX_JSON_BYTES = 1 << 29
 """Upper limit on a file that is one JSON value, which is parsed whole."""
 SKIP_REMEDY = "set data.skip_broken_lines: true to leave such lines out and count them"
-CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
+READINGS = {
+    frozenset({"chosen", "rejected"}): "kind: preference",
+    frozenset({"prompt", "completion"}): "kind: prompt_completion",
+    frozenset({"messages"}): "kind: chat",
+    frozenset({"conversations"}): "kind: sharegpt",
+    frozenset({"input_ids"}): "tokens_field: input_ids",
+}
+"""Keys of `data` for records with fields of these names."""
 COMMON_FIELDS = {
     frozenset({"question", "answer"}): "prompt: question, completion: answer",
     frozenset({"question", "response"}): "prompt: question, completion: response",
     frozenset({"query", "response"}): "prompt: query, completion: response",
-    frozenset({"input", "output"}): "prompt: input, completion: output",
     frozenset({"instruction", "response"}): "prompt: instruction, completion: response",
     frozenset({"instruction", "output"}): "prompt: [instruction, input], completion: output",
+    frozenset({"input", "output"}): "prompt: input, completion: output",
 }
 """Values of `data.fields` for columns that many data sets have."""
 TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
@@ -134,23 +141,19 @@ def _no_text(record: Any, field: str) -> str:
         )
     names = ", ".join(sorted(record)[:8])
     if field not in record:
-        hint = _conversation_hint(record)
-        for columns, fields in COMMON_FIELDS.items():
-            if field == "prompt" and columns <= record.keys():
-                hint = f", as {{{fields}}}"
-        key = "data.text_field or data.fields"
-        return f"no text in field {field!r} (found: {names}); set {key}{hint}"
+        key = "set data.text_field or data.fields"
+        return f"no text in field {field!r} (found: {names}); {remedy_for(record, key)}"
     value = record[field]
     if value is None:
         return f"field {field!r} is null, no text; remove the line, or {SKIP_REMEDY}"
     if is_conversation(value):
         return (
-            f"field {field!r} holds a conversation of {len(value)} messages, not text; write each"
-            " conversation as one text, by the model's chat template"
+            f"field {field!r} holds a conversation of {len(value)} messages, not text;"
+            f" {remedy_for({field: value}, 'name another field')}"
         )
     return (
         f"no text in field {field!r} (found: {names}), which holds {type(value).__name__}, not"
-        f" text; name a field of text in data.text_field, or {SKIP_REMEDY}"
+        f" text; name a field of text in data.text_field or data.fields, or {SKIP_REMEDY}"
     )
 
 
@@ -159,11 +162,21 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) for m in value)
 
 
-def _conversation_hint(record: Document) -> str:
-    for name in CONVERSATION_FIELDS:
-        if is_conversation(record.get(name)):
-            return f", or write the conversations of {name!r} as text, by the model's chat template"
-    return ""
+def remedy_for(record: Document, otherwise: str) -> str:
+    """Return the keys of `data` by which a record can be read; `otherwise` for unknown fields."""
+    for columns, key in READINGS.items():
+        if columns <= record.keys():
+            return f"set data.{key}"
+    for columns, fields in COMMON_FIELDS.items():
+        if columns <= record.keys():
+            return f"set data.kind: prompt_completion, and data.fields: {{{fields}}}"
+    for name, value in record.items():
+        if is_conversation(value):
+            kind = "chat" if "role" in value[0] else "sharegpt"
+            if "role" in value[0] or "from" in value[0]:
+                return f"set data.kind: {kind}, and data.messages_field: {name}"
+            return f"write the records in {name!r} one a line (jq -c '.{name}[]')"
+    return otherwise
 
 
 def read_lines(
@@ -284,7 +297,7 @@ def read_parquet(
 ) -> Iterator[T]:
     """Yield the result of `extract` for each row of a Parquet file.
 
-    A row has those of `columns` that the file has.
+    A row has those of `columns` that the file has, and null in its other columns.
 
     Raises:
         ConfigError: the file is no Parquet, or a page is not as its checksum says.
@@ -293,7 +306,8 @@ def read_parquet(
         # Checksums that the writer gave are compared: pyarrow leaves them out by default.
         with pq.ParquetFile(path, page_checksum_verification=True) as table:
             chosen = _columns(table.schema_arrow.names, columns, name)
-            rows = _rows(table.iter_batches(BATCH_ROWS, columns=chosen))
+            batches = table.iter_batches(BATCH_ROWS, columns=chosen)
+            rows = _rows(batches, table.schema_arrow.names)
             yield from _extracted(rows, name, "row", extract, broken)
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(f"cannot read {name} as Parquet: {error}") from error
@@ -308,24 +322,24 @@ def read_arrow(
     """
     try:
         with pa.memory_map(str(path)) as file:
-            batches = _arrow_batches(file)
-            chosen = (
-                batch.select(_columns(batch.schema.names, columns, name)) for batch in batches
-            )
-            yield from _extracted(_rows(chosen), name, "row", extract, broken)
+            names, batches = _arrow_batches(file)
+            chosen = _columns(names, columns, name)
+            rows = _rows((batch.select(chosen) for batch in batches), names)
+            yield from _extracted(rows, name, "row", extract, broken)
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(f"cannot read {name} as Arrow: {error}") from error
 
 
-def _arrow_batches(file: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+def _arrow_batches(file: pa.NativeFile) -> tuple[list[str], Iterable[pa.RecordBatch]]:
+    """Return the columns of an Arrow file or stream, and its batches."""
     is_file = file.read(6) == b"ARROW1"
     file.seek(0)
     if not is_file:
-        yield from pa.ipc.open_stream(file)
-        return
+        stream = pa.ipc.open_stream(file)
+        return stream.schema.names, stream
     reader = pa.ipc.open_file(file)
-    for index in range(reader.num_record_batches):
-        yield reader.get_batch(index)
+    batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+    return reader.schema.names, batches
 
 
 def _columns(names: Sequence[str], columns: tuple[str, ...], name: str) -> list[str]:
@@ -338,20 +352,22 @@ def _columns(names: Sequence[str], columns: tuple[str, ...], name: str) -> list[
     if not found:
         wanted = " or ".join(repr(column) for column in columns)
         known = ", ".join(names[:8])
-        hint = "data.text_field or data.fields"
-        if "conversations" in names and "messages" in columns:
-            hint = "data.kind: sharegpt for turns with from and value, else data.messages_field"
-        raise ConfigError(f"{name} has no column {wanted} (found: {known}); set {hint}")
+        remedy = remedy_for(dict.fromkeys(names), "set data.text_field or data.fields")
+        raise ConfigError(f"{name} has no column {wanted} (found: {known}); {remedy}")
     return found
 
 
-def _rows(batches: Iterable[pa.RecordBatch]) -> Iterator[Document]:
-    """Yield the rows of a table as plain values, with those of Arrow's JSON type parsed."""
+def _rows(batches: Iterable[pa.RecordBatch], names: Sequence[str]) -> Iterator[Document]:
+    """Yield the rows of a table as plain values, with those of Arrow's JSON type parsed.
+
+    They have null in the columns of `names` that the batches leave out.
+    """
+    nulls = dict.fromkeys(names)
     for batch in batches:
         columns = batch.schema
         parse = _members_parser({c.name: _parser(c.type, c.name in TEXT_COLUMNS) for c in columns})
         for record in batch.to_pylist():
-            yield record if parse is None else parse(record)
+            yield nulls | (record if parse is None else parse(record))
 
 
 Parser = Callable[[Any], Any]

@@ -9,11 +9,15 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
 from pathlib import PurePath
 from typing import NamedTuple
 
+import yaml
+
 from autohet.runtime.data.content import BINARY, POINTER, TABLE, Content, text_format_of
+from autohet.runtime.data.records import remedy_for
 from planner.errors import ConfigError
 
 logger = logging.getLogger("autohet")
@@ -30,7 +34,8 @@ NAMES_SHOWN = 3
 ABOUT_DATA = "describes data"
 UNKNOWN = "unknown ending"
 WITHOUT_FIELD = "JSON without the text field"
-HELD_OUT = "validation or test data beside a train split"
+NOT_OF_SPLIT = "not of the train split of the data card"
+HELD_OUT = "of another split than train"
 PULL = "run `git lfs pull` in its clone"
 _CARD = re.compile(
     r"(readme|licen[cs]es?|copying|notice|citation|contributing|changelog|authors"
@@ -43,9 +48,12 @@ _CARD_KEYS = re.compile(
     re.MULTILINE,
 )
 _SPLIT = re.compile(
-    r"(?:^|[/_.-])(train(?:ing)?|validation|valid|val|dev|test(?:ing)?|eval)(?=[/_.-]|$)",
+    r"(?:^|[/_.-])(train(?:ing)?|validation|valid|val|dev|test(?:ing)?|eval|h[eo]ld[-_]?out)"
+    r"(?=[/_.-]|$)",
     re.IGNORECASE,
 )
+_SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}\..+")
+"""Name of a file of a split, as `datasets` writes it."""
 _METADATA_NAMES = frozenset(
     {
         "dataset_info.json",
@@ -126,9 +134,9 @@ def select_single(candidate: Candidate, file_format: str) -> Selection:
         return Selection([candidate.source_file(file_format)], [])
     if problem == TABLE:
         raise ConfigError(
-            f"data.source {name} is {problem} with the columns {candidate.fields}; name one of them"
-            " in data.text_field or data.fields, or set data.format: text to train on its lines as"
-            " they are"
+            f"data.source {name} is {problem} with the columns {candidate.fields};"
+            f" {remedy_for(candidate.content.record or {}, 'name one of them in data.text_field')},"
+            " or set data.format: text to train on its lines as they are"
         )
     if problem == POINTER:
         raise ConfigError(f"data.source {name} is {problem}; {PULL}")
@@ -166,6 +174,11 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
             usable.append(candidate)
     usable, unknown = _by_ending(usable, file_format)
     left_out += [LeftOut(each.label, UNKNOWN) for each in unknown]
+    labels = [each.label for each in usable]
+    named = _train_split_of_card(source, candidates, labels)
+    by_card = named or labels
+    left_out += [LeftOut(label, NOT_OF_SPLIT) for label in labels if label not in by_card]
+    usable = [each for each in usable if each.label in by_card]
     if not usable:
         raise ConfigError(
             f"data.source {source!r} holds no text, JSONL or Parquet file to train on"
@@ -175,7 +188,10 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
     forced = file_format if file_format == "text" else None
     chosen: list[SourceFile] = []
     chosen_labels: list[str] = []
-    held_out = _held_out([each.label for each in usable])
+    held_out = _held_out(by_card)
+    splits = {_split_of(label) for label in labels if label not in held_out}
+    if kind in STRUCTURED and len(splits) > 1 and not named:
+        raise _unclear(source, "splits", splits)
     for candidate in usable:
         if candidate.label in held_out and kind in STRUCTURED:
             left_out.append(LeftOut(candidate.label, HELD_OUT))
@@ -202,11 +218,19 @@ def select_of_many(source: str, candidates: Sequence[Candidate], file_format: st
     return Selection(chosen, left_out)
 
 
+def _split_of(label: str) -> str:
+    """Return the split that a file's name says it is a shard of; empty if it says none."""
+    found = _SHARD.fullmatch(label)
+    return found[1] if found else ""
+
+
 def _held_out(labels: Sequence[str]) -> set[str]:
     """Return the names of validation or test data, if others are those of a train split.
 
     The datasets library reads the train split of such a directory.
     """
+    if any(_split_of(label) == "train" for label in labels):
+        return {label for label in labels if _split_of(label) != "train"}
     others: set[str] = set()
     has_train = False
     for label in labels:
@@ -216,6 +240,53 @@ def _held_out(labels: Sequence[str]) -> set[str]:
         elif splits:
             others.add(label)
     return others if has_train else set()
+
+
+def _unclear(source: str, what: str, names: Iterable[str]) -> ConfigError:
+    """Return the error of a data set with several subsets or splits, none of which is default."""
+    return ConfigError(
+        f"data.source {source!r} is a data set with the {what} {', '.join(sorted(names))}; name the"
+        f" files of one, or read the directory as {{path: hf://DIRECTORY, {what[:-1]}: NAME}}"
+    )
+
+
+def _train_split_of_card(
+    source: str, candidates: Sequence[Candidate], labels: list[str]
+) -> list[str]:
+    """Return those of the files that a data card names as the default subset's train split.
+
+    Empty if there is no card, or it names none of them.
+
+    Raises:
+        ConfigError: the card has several subsets and no default, or no train split.
+    """
+    cards = [each.raw for each in candidates if each.label.lower() == "readme.md"]
+    try:
+        subsets = yaml.safe_load(cards[0].split(b"\n---", 1)[0])["configs"]
+        given = {str(each["config_name"]): each for each in subsets}
+        named = [each["config_name"] for each in subsets if each.get("default")]
+        named += [name for name in given if name == "default" or len(given) == 1]
+        chosen = given[named[0]] if named else {}
+        files = chosen.get("data_files", chosen.get("data_dir"))
+    except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError):
+        return []
+    if not named:
+        raise _unclear(source, "subsets", given)
+    if files is None:
+        return []
+    if isinstance(files, list) and all(isinstance(each, dict) for each in files):
+        files = {each.get("split", "train"): each.get("path", ()) for each in files}
+    if isinstance(files, dict) and "train" not in files:
+        raise _unclear(source, "splits", files)
+    paths = files["train"] if isinstance(files, dict) else files
+    patterns = [paths] if isinstance(paths, str) else paths
+    return [label for label in labels if any(_is_named(label, each) for each in patterns)]
+
+
+def _is_named(label: str, pattern: str) -> bool:
+    folder = f"{pattern.rstrip('/')}/*"
+    wanted = pattern.replace("**/", "*")
+    return fnmatch(label, wanted) or fnmatch(label, folder)
 
 
 def _reason_against(candidate: Candidate, file_format: str) -> str:

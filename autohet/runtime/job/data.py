@@ -62,7 +62,7 @@ class SourceEntry:
 class DataSection:
     """Sources of text, and their conversion to rows of `sequence_length + 1` tokens."""
 
-    source: str | tuple[str | SourceEntry, ...]
+    source: str | SourceEntry | tuple[str | SourceEntry, ...]
     """Source of the text, or a list of sources, in order.
 
     A source is a file, directory, glob, `s3://bucket/prefix`, `hf://org/name` or
@@ -313,7 +313,8 @@ class DataSection:
     @property
     def entries(self) -> tuple[SourceEntry, ...]:
         """Sources of the section, each as an entry."""
-        given = (self.source,) if isinstance(self.source, str) else self.source
+        source = self.source
+        given = (source,) if isinstance(source, str | SourceEntry) else source
         entries = []
         for each in given:
             if isinstance(each, str):
@@ -342,7 +343,7 @@ class DataSection:
 class EvaluationSection:
     """Loss on rows that are not trained on, by forward passes through the training plan."""
 
-    source: str | tuple[str | SourceEntry, ...] | None = None
+    source: str | SourceEntry | tuple[str | SourceEntry, ...] | None = None
     """Source of the evaluation rows, as `data.source`; null: `split` gives them.
 
     All other keys of `data` hold for it too. Its rows are read in their order, without weights.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from autohet.runtime.job.other_names import KEY_BY_OTHER_NAME
+from autohet.runtime.job.other_names import KEY_BY_OTHER_NAME, reason_without_key
 from planner.errors import ConfigError
 from planner.inputs.documents import Document, Json, read_text
 
@@ -188,6 +188,8 @@ def _as_fields(document: Json, cls: type) -> Document:
 
 def _words_of(hint: Any) -> tuple[Any, ...]:
     """Return the values of a Literal, also of one in a union; empty if there is none."""
+    if hint is bool:
+        return ("true", "false")
     if typing.get_origin(hint) is typing.Literal:
         return typing.get_args(hint)
     words: tuple[Any, ...] = ()
@@ -222,13 +224,15 @@ def _dataclass_in(hint: Any) -> type | None:
 
 def _unknown_key(key: object, known: Iterable[str], what: str, root: type, where: str) -> str:
     names = list(known)
-    near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.6)
-    hint = f"known here: {', '.join(names)}"
+    near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.75)
+    hint = reason_without_key(str(key))
     paths = _paths_by_key(root)
     if str(key) in paths:
         hint = f"did you mean {paths[str(key)]}?"
-    elif near:
-        hint = f"did you mean {where}{near[0]}?"
+    elif hint is None:
+        hint = f"known here: {', '.join(names)}"
+        if near:
+            hint = f"did you mean {where}{near[0]}?"
     return f"unknown key {where}{key} in the {what}; {hint}"
 
 
@@ -249,9 +253,10 @@ def _readable(error: msgspec.ValidationError, document: Json, cls: type, what: s
         return f"the {what} lacks {prefix}{missing.group(1)}; add it"
     text = text.replace("`", "")
     text = text.replace("Expected", "expected")
-    text = text.replace("object", "a mapping of keys")
+    text = text.replace("object", "a mapping of keys").replace("array", "a list")
     choices = _choices(cls, place)
-    if text.startswith("Invalid enum value") and choices:
+    others = text.replace(" | null", "").replace(" | bool", "")
+    if choices and "|" not in others:
         text = f"use one of {', '.join(map(str, choices))}"
     shown = ""
     value = _value_at(document, place)
@@ -284,11 +289,8 @@ def _choices(cls: Any, place: str) -> tuple[Any, ...]:
     # Names alone: an index leads to the element type of the name before it.
     for key in re.findall(r"[A-Za-z_]\w*", place):
         hint = typing.get_type_hints(cls).get(key)
-        if typing.get_origin(hint) in (types.UnionType, typing.Union):
-            given = [each for each in typing.get_args(hint) if each is not types.NoneType]
-            hint = given[0] if len(given) == 1 else hint
-        if typing.get_origin(hint) is typing.Literal:
-            return typing.get_args(hint)
+        if words := _words_of(hint):
+            return words
         cls = _dataclass_in(hint) or _dataclass_of_elements(hint)
         if cls is None:
             return ()

@@ -32,6 +32,7 @@ from autohet.runtime.models.parameter_spec import STORED_ROWS, grow_vocabulary, 
 from autohet.runtime.models.pretrained import quantization_of, settle_weights
 from autohet.runtime.models.registry import (
     FAMILIES,
+    LINKED_LAYERS,
     family_of,
     import_family,
     untrained_error,
@@ -59,6 +60,8 @@ def use_family(source: ModelSection) -> None:
     model_type = str(document.get("model_type"))
     if name != "auto":
         FAMILIES[model_type] = import_family(name, model_type)
+    elif str(model_type).startswith(LINKED_LAYERS):
+        raise untrained_error(model_type)
     elif model_type not in FAMILIES:
         _from_document(dict(document), "model.config")  # names an unknown type
         FAMILIES[model_type] = auto_family(model_type)

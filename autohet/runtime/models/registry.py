@@ -16,6 +16,8 @@ from planner.errors import ConfigError
 
 FAMILIES = dict(BUILT_IN)
 """Families of this process by model type: the built-in ones, and that of `model.family`."""
+LINKED_LAYERS = ("gemma3n", "gemma4")
+"""Beginnings of model types whose layers need more of each other than hidden states."""
 
 
 def import_family(name: str, model_type: str) -> Family:
@@ -61,6 +63,12 @@ def used_keys(model_type: str) -> frozenset[str]:
 
 
 def untrained_error(model_type: object) -> ConfigError:
+    if str(model_type).startswith(LINKED_LAYERS):
+        return ConfigError(
+            f"model_type '{model_type}' cannot be trained: a stage passes on hidden states alone,"
+            " while these layers have token embeddings of their own, share keys and values, or"
+            " differ in shape; take Gemma 3, or another family of docs/guides/own_model.md"
+        )
     return ConfigError(
         f"model_type '{model_type}' cannot be trained; known: {', '.join(sorted(FAMILIES))}. Give"
         " model.family: auto for another decoder of transformers, or your own family"

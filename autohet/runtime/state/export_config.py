@@ -20,6 +20,8 @@ _LEFT_OUT = (
     "_attn_implementation",
     "quantization_config",
 )
+_PREDICTION_LAYERS = ("mtp_num_hidden_layers", "num_mtp_layers", "num_nextn_predict_layers")
+"""Numbers of layers beside the decoder's that predict further tokens: an export has none."""
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -35,6 +37,7 @@ def config_to_export(document: Json, dtype: str) -> Document:
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(document["model_type"]))
     if architecture is not None:
         config["architectures"] = [architecture]
+    config.update({key: 0 for key in _PREDICTION_LAYERS if key in config})
     config.update(_older_rope(config))
     if config["model_type"] == "qwen3_moe" and "num_local_experts" in config:
         config["num_experts"] = config["num_local_experts"]

@@ -79,6 +79,53 @@ def test_a_turn_marked_as_untrained_is_no_target(targets: Any, key: str, templat
         targets({"messages": turns({"content": "one", key: 0.5})}, template)
 
 
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "user", "content": 3}, {"role": "assistant", "content": 4.5}], ["\n3<", "4.5<"]),
+        ([*turns("a"), {"role": "tool", "content": {"t": "é"}}], ['tool\n{"t": "é"}<']),
+        ([*turns("a"), {"role": "tool", "content": [{"t": 1}]}], ['tool\n[{"t": 1}]<']),
+        ([*turns("a"), {"role": "tool", "content": ["x", "y"]}], ['tool\n["x", "y"]<']),
+        ([*turns("a"), {"role": "tool", "content": {"text": "x", "n": 1}}], ['"x", "n": 1}<']),
+        ([*turns("a"), {"role": "tool", "content": [{"type": "text", "text": "y"}]}], ["tool\ny<"]),
+        ([*turns("a"), {"role": "tool", "content": True}], ["tool\ntrue<"]),
+        (turns({"content": {"type": "text", "text": "one part"}}), ["\none part<"]),
+        (turns({"content": "", "reasoning_content": "Well."}), ["\nWell.<"]),
+        (
+            turns({"content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}),
+            ['"name": "f"', '"arguments": {"a": 1}'],
+        ),
+    ],
+)
+def test_content_of_another_type_is_its_text(
+    targets: Any, messages: list[Record], words: list[str]
+) -> None:
+    """Wrong: a traceback, an answer without a tool's result, or a call that is left out."""
+    extra = (
+        "(message.reasoning_content or '') + (message.tool_calls or '')|string|replace(\"'\", '\"')"
+    )
+    template = CHATML.replace("message['content'] +", f"(message['content'] or '') + {extra} +")
+    text, _ = targets({"messages": messages}, template)
+    assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"messages": turns("a"), "images": ["a.png"]}, ["'images'", "only text is trained on"]),
+        ({"messages": turns({"content": {"a": 1}})}, ["message 2", "only text is trained on"]),
+        ({"messages": [{"role": "human", "content": "x"}]}, ["'human'", "'user'"]),
+        ({"messages": turns("a"), "tools": {"name": "f"}}, ["'tools'", "a list of tools"]),
+    ],
+)
+def test_what_no_template_can_show_is_refused(
+    targets: Any, record: Record, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        targets(record)
+    assert [word for word in ["line 1", *words] if word not in str(caught.value)] == []
+
+
 def test_the_completion_may_be_untrained_in_parts(targets: Any) -> None:
     chat = turns("one", {"content": "two", "weight": 0}, "three")
     record = {"prompt": chat[:1], "completion": chat[1:]}

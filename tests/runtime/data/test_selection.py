@@ -11,12 +11,14 @@ import lzma
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from autohet.runtime.data import parts, prepare_dataset
 from autohet.runtime.data.sources import select_sources
@@ -78,6 +80,7 @@ SPREAD = json.dumps([{"text": text} for text in DOCUMENTS], indent=2)
         ),
         ("a.json.zst", zstd(json_lines(DOCUMENTS))),
         ("a.json.bz2", bz2.compress(json_lines(DOCUMENTS))),
+        ("a.jsonl.xz", lzma.compress(json_lines(DOCUMENTS))),
         ("a.jsonl.gz", json_lines(DOCUMENTS)),  # unpacked, and still called so
         ("a.jsonl", gzip.compress(json_lines(DOCUMENTS))),
         ("a.txt", json_lines(DOCUMENTS)),
@@ -276,7 +279,6 @@ def tar_of(content: bytes) -> bytes:
         ("a.csv", b"body,label\nhello,1\n" * 50, ["separated values", "data.format: text"]),
         ("a.bin", bytes(range(256)) * 20, ["binary"]),
         ("a.pdf", b"%PDF-1.4\0\0\0" * 20, ["binary", "PDF", "extract"]),
-        ("a.jsonl.xz", lzma.compress(b'{"text": "a"}\n'), ["xz", "gzip"]),
         ("a.zip", b"PK\x03\x04\0\0" * 20, ["ZIP", "unpack"]),
         ("a.tar.gz", gzip.compress(tar_of(b'{"text": "a"}\n')), ["tar archive", "unpack"]),
         ("tokens.npy", b"\x93NUMPY\x01\0" * 20, ["NumPy", "token ids"]),
@@ -312,6 +314,9 @@ def test_a_directory_of_other_fields_names_them(tmp_path: Path, make_data: MakeD
         (["train.jsonl", "test.jsonl"], "test.jsonl"),
         (["data/train-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"], "validation"),
         (["train/a.jsonl", "dev/a.jsonl"], "dev/a.jsonl"),
+        (["train.jsonl", "holdout.jsonl"], "holdout"),
+        (["data/train-00000-of-00001.jsonl", "data/more-00000-of-00001.jsonl"], "more"),
+        (["data/train_sft-00000-of-00001.jsonl", "data/test_sft-00000-of-00001.jsonl"], "test_sft"),
         (["train-0.jsonl", "train-1.jsonl"], None),
         (["test.jsonl", "contest.jsonl"], None),
         (["train.jsonl", "latest.jsonl"], None),
@@ -330,6 +335,56 @@ def test_records_held_out_beside_those_of_training_are_not_trained_on(
     )
     np.testing.assert_array_equal(all_rows(dataset), expected_rows(expected, 16))
     assert held_out is None or held_out in dataset.summary
+
+
+def subset(name: str, **keys: Any) -> dict[str, Any]:
+    return {"config_name": name, **keys}
+
+
+@pytest.mark.parametrize(
+    "subsets",
+    [
+        [subset("default", data_files="en/train*")],
+        [subset("all", data_files=["en/train.jsonl", "**/x.jsonl"])],
+        [subset("de", data_dir="de"), subset("en", data_dir="en", default=True)],
+        [subset("en", data_files=[{"split": "test", "path": "en/test*"}])],
+        [subset("en", data_files="en/*.jsonl"), subset("de", data_files="de/train.jsonl")],
+        [
+            subset("en", data_files=[{"split": "train", "path": ["en/train.jsonl", "de/*"]}]),
+            subset("default", data_files=[{"split": "train", "path": "de/train.jsonl"}]),
+        ],
+    ],
+)
+def test_the_card_of_a_clone_says_which_files_train(
+    tmp_path: Path, make_data: MakeData, subsets: list[dict[str, Any]]
+) -> None:
+    """Wrong: another language or the test split is trained on, which `datasets` leaves out."""
+    root = tmp_path / "clone"
+    for name in ("en/train.jsonl", "en/test.jsonl", "de/train.jsonl", "de/x.jsonl"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(root / name, [f"{name} {n}" for n in range(20)])
+    card = yaml.safe_dump({"license": "mit", "configs": subsets})
+    (root / "README.md").write_text(f"---\n{card}---\n# A data set\n")
+    try:
+        library = datasets.load_dataset(str(root), split="train", cache_dir=str(tmp_path / "hf"))
+    except ValueError:
+        names = "'train'|subsets de, en|splits test"
+        with pytest.raises(ConfigError, match=rf"({names}).*hf://DIRECTORY"):
+            prepare_dataset(make_data(root), 15)
+        return
+    dataset = prepare_dataset(make_data(root), 15)
+    files = {Path(each.name).relative_to(root) for each in select_sources(make_data(root)).files}
+    assert {str(name) for name in files} == {text.split()[0] for text in library["text"]}
+    assert dataset.facts.num_documents == len(library)
+
+
+def test_splits_of_equal_rank_are_not_mixed(tmp_path: Path, make_data: MakeData) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("train_sft", "train_gen", "test_sft"):
+        write_jsonl(tmp_path / "data" / f"{name}-00000-of-00001.jsonl", DOCUMENTS)
+    with pytest.raises(ConfigError, match="the splits train_gen, train_sft; name the files of one"):
+        prepare_dataset(make_data(tmp_path), 15)
+    assert len(prepare_dataset(make_data(tmp_path / "data" / "train_sft*"), 15))
 
 
 def test_a_saved_dictionary_of_splits_is_its_train_split(
@@ -370,8 +425,16 @@ MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
         ("a.jsonl", b'{"text": null}\n', ["line 1", "null", "skip_broken_lines"]),
         ("a.parquet", parquet(["fine", None]), ["row 2", "null", "skip_broken_lines"]),  # type: ignore[list-item]
         ("a.json", json.dumps([{"text": None}]).encode(), ["record 1", "null"]),
-        ("a.jsonl", json.dumps({"text": MESSAGES}).encode(), ["2 messages, not text"]),
-        ("a.jsonl", json.dumps({"messages": MESSAGES}).encode(), ["'messages'", "chat template"]),
+        (
+            "a.jsonl",
+            json.dumps({"text": MESSAGES}).encode(),
+            ["2 messages, not text", "data.kind: chat"],
+        ),
+        (
+            "a.jsonl",
+            json.dumps({"messages": MESSAGES}).encode(),
+            ["found: messages", "data.kind: chat"],
+        ),
         ("a.jsonl", b'{"text": 5}\n', ["holds int, not text", "data.text_field"]),
         ("a.jsonl", b'["text"]\n', ["found: a list)"]),
         ("a.jsonl", b'{"text": "fi\n', ["line 1", "not valid JSON", "skip_broken_lines"]),
@@ -379,6 +442,8 @@ MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
         ("a.json", b"[1, 2", ["neither JSON lines nor one JSON value"]),
         ("a.jsonl.zst", long_window_zstd(b'{"text": "fine"}\n'), ["long window", "zstd -d --long"]),
         ("a.jsonl.gz", gzip.compress(json_lines(DOCUMENTS))[:-20], ["cut off", "copy or download"]),
+        ("a.jsonl.xz", lzma.compress(json_lines(DOCUMENTS))[:-20], ["cut off", "copy or download"]),
+        ("a.json", json.dumps({"data": [{"text": "x"}]}).encode(), ["jq -c '.data[]'"]),
         ("a.parquet", parquet(["x"], "body"), ["no column 'text'", "body", "data.text_field"]),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, models, processors
+from tokenizers import Tokenizer, models, normalizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from trl.data_utils import maybe_extract_prompt
+from trl.data_utils import common_prefix_length, maybe_extract_prompt
 
 from autohet.runtime.data import TokenDataset, prepare_dataset
 from autohet.runtime.data.tokenization import load_tokenizer
@@ -75,8 +78,66 @@ def test_fields_have_the_names_that_the_job_gives(
     np.testing.assert_array_equal(
         rows_of(named), rows_of(prepare_dataset(make_data(path, text_field="body"), 15))
     )
-    with pytest.raises(ConfigError, match=r"line 1: .*'prompt'.*body.*data\.fields"):
+    with pytest.raises(ConfigError, match=r"line 1: .*'completion'.*body.*data\.fields"):
         prepare_dataset(make_data(path, **keys), 15)
+
+
+TURNS = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
+PAIR = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
+QUESTION = {"prompt": "question", "completion": "answer"}
+
+
+@pytest.mark.parametrize("container", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize(
+    ("record", "remedy", "keys"),
+    [
+        ({"messages": DIALOG[:2]}, "kind: chat", {"kind": "chat"}),
+        ({"conversations": TURNS}, "kind: sharegpt", {"kind": "sharegpt"}),
+        ({"prompt": "Why?", "completion": "So."}, "kind: prompt_completion", {}),
+        (PAIR, "kind: preference", {}),
+        ({**PAIR, "messages": DIALOG[:2]}, "kind: preference", {}),
+        ({"input_ids": [1, 2, 3]}, "tokens_field: input_ids", {"tokens_field": "input_ids"}),
+        (
+            {"question": "Why?", "answer": "So."},
+            "kind: prompt_completion, and data.fields: {prompt: question, completion: answer}",
+            {"fields": QUESTION},
+        ),
+        ({"dialog": DIALOG[:2]}, "kind: chat, and data.messages_field: dialog", {}),
+        ({"turns": TURNS}, "kind: sharegpt, and data.messages_field: turns", {}),
+    ],
+)
+def test_a_record_of_another_kind_is_told_its_own(
+    tmp_path: Path,
+    make_data: MakeData,
+    tokenizer: Any,
+    record: dict[str, Any],
+    remedy: str,
+    keys: dict[str, Any],
+    container: str,
+) -> None:
+    """Wrong: advice that leads to the next error, such as writing conversations as text."""
+    path = tmp_path / container
+    if path.suffix == ".jsonl":
+        write_jsonl(path, [record] * 9)
+    else:
+        pq.write_table(pa.Table.from_pylist([record] * 9), path)
+        if "messages_field" in remedy:
+            remedy = "text_field or data.fields"  # Columns alone have no values to tell by.
+    kind, *more = remedy.removeprefix("kind: ").split(", and data.messages_field: ")
+    kinds = {"text", "chat", "prompt_completion", "preference"}
+    for other in kinds - {kind} - ({"chat"} if "messages" in record else set()):
+        data = make_data(path, kind=other, tokenizer=str(tmp_path / "tokenizer"))
+        with pytest.raises(ConfigError, match=re.escape(f"; set data.{remedy}")):
+            prepare_dataset(data, 15)
+    if "text_field" in remedy:
+        return
+    if "kind" in remedy:
+        keys = {
+            **keys,
+            "kind": kind.split(",")[0],
+            **dict.fromkeys(["messages_field"][: len(more)], *more),
+        }
+    assert len(prepare_dataset(make_data(path, tokenizer=str(tmp_path / "tokenizer"), **keys), 15))
 
 
 @pytest.mark.parametrize(
@@ -198,6 +259,58 @@ def test_the_tokenizer_s_post_processor_begins_each_text_once(
     chat = make_data(path, kind="chat", tokenizer=keys["tokenizer"])
     (ids, _), *_ = documents_of(prepare_dataset(chat, 63))
     assert ids == library.apply_chat_template(DIALOG[:2], return_dict=True)["input_ids"]
+
+
+def sentence_pieces(directory: Path) -> PreTrainedTokenizerFast:
+    """Save a tokenizer as Llama 2 has it: a space before each text, bytes for unknown words."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    special = ["<unk>", "<s>", "</s>", *byte_tokens]
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(["Why? Paris is so. yes no"] * 9, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    library = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    library.save_pretrained(directory)
+    return library
+
+
+def test_a_completion_begins_where_its_prompt_alone_ends(
+    tmp_path: Path, make_data: MakeData, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wrong: encoded by itself, each answer begins with a second space, which no prompt has."""
+    library = sentence_pieces(tmp_path / "tokenizer")
+    keys: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer")}
+    pairs = [
+        ("Why?", " Paris"),
+        ("Why? ", "Paris"),
+        ("Why?", "é so."),
+        ("", "yes"),
+        ("Why?", " no"),
+    ]
+    records = [{"prompt": p, "completion": c, "chosen": c, "rejected": "so."} for p, c in pairs]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+
+    def by_trl(prompt: str, *answers: str) -> list[tuple[list[int], list[bool]]]:
+        before = library(prompt)["input_ids"]
+        wholes = [library(prompt + answer + "</s>")["input_ids"] for answer in answers]
+        first = min(common_prefix_length(before, whole) for whole in wholes)
+        return [(ids, [place >= max(first, 1) for place in range(len(ids))]) for ids in wholes]
+
+    data = make_data(path, kind="prompt_completion", **keys)
+    with caplog.at_level(logging.WARNING):
+        found = documents_of(prepare_dataset(data, 31))
+    assert sorted(found) == sorted(by_trl(*pair)[0] for pair in pairs)
+    assert "merge with their completions" in caplog.text
+    data = make_data(path, kind="preference", **keys)
+    wanted = [each for prompt, answer in pairs for each in by_trl(prompt, answer, "so.")]
+    assert sorted(documents_of(prepare_dataset(data, 63))) == sorted(wanted)
 
 
 def test_a_tokenizer_that_refuses_unknown_words_has_its_begin_too(tmp_path: Path) -> None:

@@ -86,6 +86,17 @@ def test_weights_in_a_job(tmp_path: Path) -> None:
     document["data"] = {"source": [{"path": "a", "wieght": 1}]}  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match=r"data\.source\[0\]\.wieght.*weight"):
         Job.from_document(document)
+    document["data"] = {"source": {"path": "hf://a", "split": "b"}}  # type: ignore[dict-item]
+    document["evaluation"] = {"source": {"path": "hf://a", "split": "c"}}  # type: ignore[dict-item]
+    one = Job.from_document(document)
+    assert one.data is not None
+    assert one.evaluation_data is not None
+    assert [each.split for each in (*one.data.entries, *one.evaluation_data.entries)] == ["b", "c"]
+    assert Job.from_document(json.loads(json.dumps(one.to_document()))) == one
+    del document["evaluation"]
+    document["data"] = {"source": {"path": "a", "wieght": 1}}  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=r"data\.source\.wieght.*weight"):
+        Job.from_document(document)
     for source, word in [
         (["a", {"path": "b", "weight": 1}], "2 sources, 1 with a weight"),
         ([{"path": "a", "weight": 0}], "more than 0"),

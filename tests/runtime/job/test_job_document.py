@@ -29,7 +29,12 @@ from autohet.runtime.job import (
 )
 from autohet.runtime.job.elastic import NOTICE_SOURCES, SOURCE_KEYS
 from autohet.runtime.job.emulated_profile import emulated_profile
-from autohet.runtime.job.other_names import KEY_BY_OTHER_NAME, OTHER_NAMES
+from autohet.runtime.job.other_names import (
+    KEY_BY_OTHER_NAME,
+    OTHER_NAMES,
+    WITHOUT_KEY,
+    reason_without_key,
+)
 from planner.errors import ConfigError
 from planner.inputs.profile import ProfileKey
 from planner.strategies import STRATEGIES
@@ -454,6 +459,17 @@ def test_a_job_made_by_its_constructors_is_checked_too(tmp_path: Path) -> None:
 
 
 OTHERS = ("trl.SFTConfig", "trl.DPOConfig", "peft.LoraConfig")
+FAMILIAR = (
+    "max_grad_norm gradient_checkpointing gradient_checkpointing_kwargs packing optim bf16 tf32"
+    " neftune_noise_alpha save_strategy load_best_model_at_end early_stopping_patience report_to"
+    " lora_r use_dora load_in_4bit target_parameters sample_packing pad_to_sequence_len"
+    " micro_batch_size val_set_size logging_steps deepspeed fsdp_config dataloader_num_workers"
+    " group_by_length data_seed flash_attention attn_implementation push_to_hub hub_model_id"
+    " resume_from_checkpoint per_device_eval_batch_size evals_per_epoch saves_per_epoch adapter"
+    " special_tokens rope_scaling template stage plot_loss bias precompute_ref_log_probs"
+    " truncation_mode max_prompt_length pad_token dataset_num_proc use_cache remove_unused_columns"
+)
+"""Keys of everyday configs of TRL, axolotl and LLaMA-Factory, which all get an answer."""
 
 
 def test_other_libraries_names_lead_to_the_keys_here() -> None:
@@ -467,7 +483,9 @@ def test_other_libraries_names_lead_to_the_keys_here() -> None:
         cls = get_type_hints(Job)[section]
         for part in rest:
             options = [each for each in (cls, *get_args(cls)) if is_dataclass(each)]
-            cls = get_type_hints(options[0])[part]
+            hints = get_type_hints(options[0])
+            cls = hints.get(part, hints.get(f"{part}_"))
+            assert cls is not None
         document = trainable()
         document["training"][name] = 1
         with pytest.raises(ConfigError, match=rf"training\.{name} .*did you mean {key}\?"):
@@ -475,11 +493,47 @@ def test_other_libraries_names_lead_to_the_keys_here() -> None:
     wanted = {"max_steps", "adam_beta1", "save_steps", "max_grad_norm", "max_length", "beta", "r"}
     assert wanted <= theirs & KEY_BY_OTHER_NAME.keys()
     assert len(theirs & KEY_BY_OTHER_NAME.keys()) > 40
+    names = {*theirs, *FAMILIAR.split()}
+    answered = {each for each in names if reason_without_key(each)} | KEY_BY_OTHER_NAME.keys()
+    assert set(FAMILIAR.split()) - answered == {"packing", "early_stopping_patience"}, (
+        "our own keys"
+    )
+    assert len(theirs - answered) < 60, "few of the libraries' names get no answer"
+    for name in ("optim", "hub_token", "deepspeed", "plot_loss", "bias"):
+        reason = reason_without_key(name)
+        document = trainable()
+        document["training"][name] = 1
+        with pytest.raises(ConfigError) as caught:
+            Job.from_document(document)
+        assert str(caught.value) == f"unknown key training.{name} in the job; {reason}"
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "own_data.md").read_text()
     lines = [
         f"| {', '.join(f'`{n}`' for n in OTHER_NAMES[key])} | `{key}` |" for key in OTHER_NAMES
     ]
+    for reason, without in WITHOUT_KEY.items():
+        lines.append(f"| {', '.join(f'`{n}`' for n in without)} | {reason} |")
     assert [line for line in lines if line not in guide] == []
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "choices"),
+    [
+        ("training", {"schedule": "cosine_with_restarts"}, "cosine, linear, constant, wsd"),
+        ("training", {"recompute": True}, "none, selective, full, auto, if_needed"),
+        ("training", {"precision": "bfloat16"}, "fp32, bf16, fp16"),
+        ("training", {"compile_blocks": "max"}, "true, false, auto"),
+        ("data", {"packing": True}, "concat, best_fit"),
+        ("data", {"train_on": ["assistant"]}, "assistant, completion, turns, all"),
+    ],
+)
+def test_a_value_of_another_library_is_answered_with_the_choices(
+    section: str, keys: dict[str, Any], choices: str
+) -> None:
+    document = trainable()
+    document[section].update(keys)
+    (key,) = keys
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} is .*: use one of {choices}"):
+        Job.from_document(document)
 
 
 def test_a_key_of_another_section_is_named_by_its_path() -> None:

@@ -299,6 +299,8 @@ def specs_with(adapter: AdapterSection) -> object:
 def test_a_target_that_matches_nothing_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'qproj' matches no linear map .* nearest is q_proj"):
         specs_with(AdapterSection(targets=("k_proj", "qproj")))
+    with pytest.raises(ConfigError, match=r"'all_linear' .* nearest is all-linear"):
+        specs_with(AdapterSection(targets="all_linear"))
 
 
 def test_all_linear_among_other_targets_is_all_linear() -> None:

@@ -167,6 +167,23 @@ def test_a_text_part_that_cannot_be_trained_is_refused_by_its_own_name(tmp_path:
         load_config(ModelSection(pretrained=str(tmp_path)))
 
 
+@pytest.mark.parametrize("family", [None, "auto"])
+def test_layers_that_need_more_than_hidden_states_are_refused(
+    tmp_path: Path, family: str | None
+) -> None:
+    """Wrong: the advice to try `family: auto`, or a stage that leaves out a layer's embeddings."""
+    wanted = "cannot be trained: a stage passes on hidden states alone.*take Gemma 3"
+    for text in ("gemma3n_text", "gemma4_text", "gemma4_unified_text"):
+        (tmp_path / text).mkdir()
+        document: dict[str, Any] = {"model_type": text}
+        with pytest.raises(ConfigError, match=f"'{text}' {wanted}"):
+            load_config(ModelSection(config=document, family=family))
+        whole = {"model_type": text.removesuffix("_text"), "text_config": document}
+        (tmp_path / text / "config.json").write_text(json.dumps(whole))
+        with pytest.raises(ConfigError, match=f"'{text}' {wanted}"):
+            load_config(ModelSection(pretrained=str(tmp_path / text), family=family))
+
+
 def test_a_text_part_whose_logits_the_multimodal_model_leaves_as_they_are_is_refused(
     tmp_path: Path,
 ) -> None:

@@ -397,6 +397,7 @@ OF_OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "phi3": {},
         "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         "qwen3_5_text": {
+            "mtp_num_hidden_layers": 1,
             "head_dim": 16,
             "layer_types": ["linear_attention", "full_attention"],
             "linear_key_head_dim": 8,
@@ -487,6 +488,7 @@ RENAMED_BY_CONVERTER = {
     "gate_up_proj_bias$": "gate_proj.bias",
     r"experts\.gate_up_proj$": "experts.gate_proj.weight",
     "down_proj_bias$": "down_proj.bias",
+    "dt_bias$": "dt_proj.bias",
 }
 """Names by pattern that the converter changes before it looks them up."""
 OLDER_KEYS = {"gpt2": "n_ctx", "cohere2": "rotary_pct"}
@@ -497,6 +499,7 @@ GGUF_ARCHITECTURES = {
     "mixtral": "LLAMA",
     "gemma3_text": "GEMMA3",
     "gpt_oss": "GPT_OSS",
+    "qwen3_5_text": "QWEN35",
     "qwen3_moe": "QWEN3MOE",
 }
 
@@ -524,6 +527,8 @@ def test_the_names_are_those_of_llama_cpps_converter(
     if model_type in OLDER_KEYS:
         assert config[OLDER_KEYS[model_type]] is not None
     assert config["architectures"] == [type(saved).__name__]
+    prediction = {"num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"}
+    assert not any(config[key] for key in prediction & config.keys()), "layers that no file holds"
     architecture = GGUF_ARCHITECTURES.get(model_type, model_type.upper())
     if architecture not in gguf.MODEL_ARCH.__members__:
         pytest.skip(f"llama.cpp has no {architecture}")

@@ -31,7 +31,7 @@ _WORD = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s|\w+|.", re.DOTALL)
 PROBE = "Zq4x"
 """Text that occurs in no template."""
 _ROLE_MARK = re.compile(r"\s*(<[^<>\s]*>|\[[^\[\]\s]*\])")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class _Turns:
@@ -335,7 +335,7 @@ def _warn_of_lost_text(messages: Any, turns: list[int], text: str, spans: list[M
             )
     for turn in turns:
         message = messages[turn]
-        for key in _REASONING:
+        for key in REASONING:
             if str(message.get(key) or "").strip() not in written:
                 warn_once(
                     "the chat template leaves out the reasoning of some turns, which is not trained"

@@ -352,10 +352,11 @@ def check_ends(adapter: Adapter, targets: Collection[str], model: PreTrainedMode
 def _explain_unmatched(pattern: str, linear: Collection[str]) -> str:
     """Return an error message with the nearest linear map, by path or by its last component."""
     names = sorted({_last_component(path) for path in linear})
-    near = difflib.get_close_matches(_last_component(pattern), names, n=1, cutoff=0.0)
+    known = [*names, ALL_LINEAR]
+    near = difflib.get_close_matches(_last_component(pattern), known, n=1, cutoff=0.0)
     return (
         f"model.adapter.targets: '{pattern}' matches no linear map of the blocks; the nearest is"
-        f" {near[0]} (of {', '.join(names)})"
+        f" {near[0]} (of {', '.join(known)})"
     )
 
 
