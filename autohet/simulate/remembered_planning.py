@@ -198,6 +198,14 @@ class RememberedPlanning(Planning):
         plan = None if current is None else current.plan
         return self.answer(fleet, plan, redundant=redundant, thorough=thorough)
 
+    def keep_pipelines(self, fleet: Fleet, current: PlanProposal) -> PlanProposal | None:
+        """Same as `Planning.keep_pipelines`; the driver is busy for the stated time of a repair."""
+        found = super().keep_pipelines(fleet, current)
+        if found is not None:
+            self._busy(self.costs.repair_s)
+            self.predictions[found.plan] = found.prediction
+        return found
+
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         """Same as `Planning.search`; its result is available after the stated search time."""
         seconds = self.costs.search_seconds(len(fleet.workers), waiting=False)

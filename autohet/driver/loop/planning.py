@@ -174,12 +174,16 @@ class Planning:
         try:
             proposal = None
             if in_place and current is not None:
-                proposal = _whole_pipelines(self, fleet, current)
+                proposal = self.keep_pipelines(fleet, current)
             if proposal is None:
                 proposal = self.propose(fleet, current, redundant=redundant)
         except ConfigError as error:
             return PlanResult(None, str(error), self.clock() - started)
         return PlanResult(proposal, "", self.clock() - started)
+
+    def keep_pipelines(self, fleet: Fleet, current: PlanProposal) -> PlanProposal | None:
+        """Return the present plan without its broken pipelines; None if it may not be chosen."""
+        return _whole_pipelines(self, fleet, current)
 
     def predict(self, plan: Plan, fleet: Fleet) -> PlanProposal:
         """Return a plan that runs on this fleet, with its prediction; nothing is searched.
