@@ -96,6 +96,7 @@ class SimulatedWorkforce:
             store=("simulated", 1),
             launches=self.autoscaler.launches(self.now),
             prices=self.machines.prices.by_type,
+            usual_prices=self.machines.prices.usual(self.now),
         )
 
     def wake_at(self, moment: float) -> None:
