@@ -294,21 +294,6 @@ class RememberedPlanning(Planning):
             raise InfeasibleError(found)
         return found
 
-    def fastest(self, fleet: Fleet, current: Plan | None) -> PlanProposal:
-        """Return the fastest known plan of the fleet, for a trainer that loads all its state again.
-
-        If none is known, `current` is only the search's starting point.
-
-        Raises:
-            ConfigError: no plan exists for this fleet.
-        """
-        if current is None or self.counts_of(fleet) in self.memory.plans:
-            return self.answer(fleet, None)
-
-        # Replanning needs a worker of the present plan that still lives.
-        still_lives = any(worker in fleet.workers for worker in current.workers)
-        return self.answer(fleet, current if still_lives else None)
-
     def _ask(
         self, fleet: Fleet, current: Plan | None, redundant: bool, thorough: bool | None
     ) -> Remembered:

@@ -127,7 +127,7 @@ class Planning:
             wrong.
         """
         fixed = self._fixed_plan(fleet)
-        if fixed is not None and self._is_affordable(fixed):
+        if fixed is not None and _is_affordable(fixed, self.job):
             return _or_stay(fixed, current)
 
         cost = self.make_cost(fleet)
@@ -145,12 +145,6 @@ class Planning:
             thorough = False
         question = self.question(current, request, thorough)
         return self.concluded(replanned(question), cost)
-
-    def _is_affordable(self, fixed: PlanProposal) -> bool:
-        """Return True unless the plan that the job names costs more than the job's bound now."""
-        bound = self.job.parallelism.max_usd_per_hour
-        usd = fixed.prediction.usd_per_hour
-        return bound is None or usd is None or usd <= bound
 
     @property
     def can_repair(self) -> bool:
@@ -361,6 +355,13 @@ class Planning:
 
         cost = self.make_cost(fleet, one_format=True)
         return PlanProposal(plan, cost.predict(plan), cost)
+
+
+def _is_affordable(fixed: PlanProposal, job: Job) -> bool:
+    """Return True unless the plan that the job names costs more than the job's bound now."""
+    bound = job.parallelism.max_usd_per_hour
+    usd = fixed.prediction.usd_per_hour
+    return bound is None or usd is None or usd <= bound
 
 
 def _or_stay(proposal: PlanProposal, current: PlanProposal | None) -> PlanProposal:
