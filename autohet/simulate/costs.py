@@ -68,6 +68,18 @@ class Costs:
         "stop, groups and orders of processes that stay: 0.6 to 1.4 s measured (recovery.json,"
         " measured_parts)",
     )
+    prepared_s: float = cost_field(
+        0.5,
+        "s",
+        "the same of a generation that was prepared while the one before trained: 0.47 to 0.51 s"
+        " measured (demo.json)",
+    )
+    cut_over_s: float = cost_field(
+        0.25,
+        "s",
+        "the same of a generation that begins without a stop: 0.14 to 0.25 s measured"
+        " (notice_to_step.json)",
+    )
     nccl_init_s: float = cost_field(
         0.66,
         "s",
@@ -81,10 +93,16 @@ class Costs:
         " the runtime",
     )
     first_step_s: float = cost_field(
-        1.7,
+        2.0,
         "s",
-        "the first step of a generation beyond a later one: 1.4 to 1.7 s measured (recovery.json,"
-        " measured_parts)",
+        "the first step of a new process beyond a later one: 3.08 - 1.07 s measured on an H200"
+        " (gpu-h200.json)",
+    )
+    warm_step_s: float = cost_field(
+        0.1,
+        "s",
+        "the first step of a generation of processes that stay beyond a later one: 0.01 s measured"
+        " (demo.json), 0 to 0.1 s (notice_to_step.json)",
     )
     search_s: float = cost_field(
         1.0,

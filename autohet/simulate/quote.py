@@ -20,6 +20,7 @@ from autohet.control.planning.goal import GoalTerms
 from autohet.control.planning.outlook import SPOT_PRIOR_S
 from autohet.driver.job.goals import check_budget, deadline_s
 from autohet.driver.sources.instance_types import with_described_types
+from autohet.driver.sources.spot_prices import USUAL_S
 from autohet.runtime.job import Job
 from autohet.runtime.process.background import run_in_background
 from autohet.simulate.dollars.price_file import RecordedPrices, price_sources
@@ -117,15 +118,22 @@ class QuoteMarket:
         found: list[PriceRow] = []
         for name in history.given:
             steps = {(at, name): usd for at, usd in history.steps(name, self.prices_s)}
-            for (at, _), usd in _wrap(steps, self.prices_s, begin_s, end_s).items():
+            for (at, _), usd in _wrap(steps, self.prices_s, begin_s, end_s, -USUAL_S).items():
                 found.append((at, name, usd))
         return in_order(events), replace(self.prices, rows=found)
 
 
 def _wrap(
-    history: Mapping[tuple[float, str], Any], period_s: float, begin_s: float, end_s: float
+    history: Mapping[tuple[float, str], Any],
+    period_s: float,
+    begin_s: float,
+    end_s: float,
+    since_s: float = 0.0,
 ) -> dict[tuple[float, str], Any]:
-    """Return the values of a history from `begin_s` on, which begins again after each period."""
+    """Return the values of a history from `begin_s` on, which begins again after each period.
+
+    since_s: first second of these, of which 0 is `begin_s`.
+    """
     begin_s %= period_s
     found = {}
     for turn in range(-1, math.ceil((begin_s + end_s) / period_s)):
@@ -133,7 +141,7 @@ def _wrap(
             second = at + turn * period_s - begin_s
             if second < end_s:
                 # The last value until the beginning is that of the beginning.
-                found[max(0.0, second), name] = value
+                found[max(since_s, second), name] = value
     return found
 
 

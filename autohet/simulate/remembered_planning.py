@@ -198,6 +198,14 @@ class RememberedPlanning(Planning):
         plan = None if current is None else current.plan
         return self.answer(fleet, plan, redundant=redundant, thorough=thorough)
 
+    def keep_pipelines(self, fleet: Fleet, current: PlanProposal) -> PlanProposal | None:
+        """Same as `Planning.keep_pipelines`; the driver is busy for the stated time of a repair."""
+        found = super().keep_pipelines(fleet, current)
+        if found is not None:
+            self._busy(self.costs.repair_s)
+            self.predictions[found.plan] = found.prediction
+        return found
+
     def search(self, fleet: Fleet, current: PlanProposal | None) -> PendingSearch:
         """Same as `Planning.search`; its result is available after the stated search time."""
         seconds = self.costs.search_seconds(len(fleet.workers), waiting=False)
@@ -285,21 +293,6 @@ class RememberedPlanning(Planning):
         if isinstance(found, str):
             raise InfeasibleError(found)
         return found
-
-    def fastest(self, fleet: Fleet, current: Plan | None) -> PlanProposal:
-        """Return the fastest known plan of the fleet, for a trainer that loads all its state again.
-
-        If none is known, `current` is only the search's starting point.
-
-        Raises:
-            ConfigError: no plan exists for this fleet.
-        """
-        if current is None or self.counts_of(fleet) in self.memory.plans:
-            return self.answer(fleet, None)
-
-        # Replanning needs a worker of the present plan that still lives.
-        still_lives = any(worker in fleet.workers for worker in current.workers)
-        return self.answer(fleet, current if still_lives else None)
 
     def _ask(
         self, fleet: Fleet, current: Plan | None, redundant: bool, thorough: bool | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from autohet.control.planning.proposals import PlanProposal
 from autohet.simulate.costs import Costs
 from autohet.simulate.remembered_planning import RememberedPlanning, rename_nodes
 from planner.answers.replan import MigrationCost
@@ -100,7 +101,7 @@ class MixedSetups:
         if len(fleet.workers) < self._planning.job.elastic.min_workers:
             return None
         try:
-            found = self._planning.fastest(fleet, self._last)
+            found = _find_fastest(self._planning, fleet, self._last)
         except ConfigError:
             return None
         self._last = found.plan
@@ -178,3 +179,19 @@ def grid(
         if found is not None and (best is None or found[1].step_time_s < best[1].step_time_s):
             best = found
     return best
+
+
+def _find_fastest(planning: RememberedPlanning, fleet: Fleet, current: Plan | None) -> PlanProposal:
+    """Return the fastest known plan of the fleet, for a trainer that loads all its state again.
+
+    If none is known, `current` is only the search's starting point.
+
+    Raises:
+        ConfigError: no plan exists for this fleet.
+    """
+    if current is None or planning.counts_of(fleet) in planning.memory.plans:
+        return planning.answer(fleet, None)
+
+    # Replanning needs a worker of the present plan that still lives.
+    still_lives = any(worker in fleet.workers for worker in current.workers)
+    return planning.answer(fleet, current if still_lives else None)

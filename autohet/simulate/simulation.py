@@ -269,6 +269,7 @@ class TraceSimulation:
             replication_share=job.checkpoint.replicate_bandwidth_share,
             end_s=scenario.end_s,
             last_step=job.training.steps or math.inf,
+            on_cpu=job.computes_on_cpu,
         )
         pace = _pace(planning)
         workforce = SimulatedWorkforce(
@@ -280,7 +281,10 @@ class TraceSimulation:
         layouts = CoarseLayouts(config)
         orders = OrderBuilder(job, layouts, zones=scenario.cluster.zones)
         controller = Controller(job, workforce, planning, orders, EventLog(None))
-        workforce.workers.checkpoint_pace = controller.memory.checkpoint_pace
+        memory = controller.memory
+        memory.prepares = True
+        memory.cuts_over = job.computes_on_cpu
+        workforce.workers.checkpoint_pace = memory.checkpoint_pace
         if self.goal is not None:
             controller.memory.goal = Goal(self.goal)
         if decides_by_price(job) and job.elastic.request_nodes is None:
@@ -351,6 +355,8 @@ class TraceSimulation:
                 workforce.wake_at(state.leaving.until)
             if isinstance(state, Training) and state.look_at is not None:
                 workforce.wake_at(state.look_at)
+            if isinstance(state, Training) and state.preparing is not None:
+                workforce.wake_at(state.preparing.deadline)
             self._wake_for_goal(controller.memory, workforce)
             if progress is not None and workforce.now - reported_at > end_s / 200:
                 reported_at = workforce.now

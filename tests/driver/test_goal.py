@@ -27,9 +27,11 @@ from autohet.driver.checkpoints.spending import (
 )
 from autohet.driver.job.goals import check_budget, deadline_s
 from autohet.driver.loop.value_codec import decode, encode
+from autohet.driver.sources.spot_prices import USUAL_S
 from autohet.runtime.job import Job
 from autohet.runtime.job.elastic import ElasticSection, time_of
 from autohet.simulate.dollars.price_file import RecordedPrices
+from autohet.simulate.dollars.prices import PriceHistory
 from autohet.simulate.quote import QuoteMarket as Histories
 from autohet.simulate.quote import likelihood, median_and_bounds, run_draw
 from autohet.simulate.simulation import Scenario, TraceSimulation
@@ -62,15 +64,16 @@ def terms_of(*kinds: NodeType, most: dict[str, int] | None = None) -> Terms:
 
 
 def chosen(
-    left: Left, terms: Terms, present: dict[str, int] | None = None, usual: float = 1.0 / 900
+    left: Left, terms: Terms, present: dict[str, int] | None = None
 ) -> tuple[dict[str, int] | None, bool]:
     offer = None if present is None else terms.offer(SPEEDS, present)
-    found = GoalChooser(SPEEDS, terms, left, offer, 0.0, usual).choose()
+    found = GoalChooser(SPEEDS, terms, left, offer, 0.0).choose()
     return None if found.offer is None else dict(found.offer.counts), found.waits
 
 
 def left(steps: float, hours: float = math.inf, usd: float = math.inf, share: float = 0.9) -> Left:
-    return Left(0.0, steps, hours * HOUR, usd, {False: share, True: 0.95})
+    usual_prices = {"spot": 1.0}
+    return Left(0.0, steps, hours * HOUR, usd, {False: share, True: 0.95}, 0.0, usual_prices)
 
 
 BOTH = terms_of(SPOT, STEADY)
@@ -112,9 +115,46 @@ def test_the_fleet_follows_slack_and_budget(what: Any, wanted: Any) -> None:
 
 
 def test_a_price_far_beyond_the_usual_is_waited_out_while_there_is_slack() -> None:
+    """Wrong: a job that starts in a jump takes its price for the usual one."""
     dear = terms_of(replace(SPOT, usd_per_hour=2.9), STEADY)
     assert chosen(left(1000, 10), dear) == (None, True)
     assert chosen(left(1000, 1.25), dear)[0] is not None
+    unknown = replace(left(1000, 10), usual_prices={})
+    assert chosen(unknown, dear) == ({"spot": 1}, False)
+
+
+def beside_one_steady(hours: float, most: dict[str, int]) -> Any:
+    """Choose while one on-demand node trains, to which four spot nodes may come."""
+    speeds = replace(SPEEDS, speeds=(*SPEEDS.speeds, FleetSpeed((5,), 1.4)))
+    terms = terms_of(SPOT, STEADY, most=most)
+    present = terms.offer(speeds, {"od": 1})
+    return GoalChooser(speeds, terms, left(1000, hours, share=0.3), present, 3.0).choose()
+
+
+def test_spot_nodes_that_can_be_had_join_the_safety_net() -> None:
+    """Wrong: a fleet is late since its spot nodes are away at times, whatever its others make."""
+    found = beside_one_steady(1.2, {})
+    assert found.offer.counts == {"spot": 4, "od": 1}
+    assert found.sure is None
+
+
+def test_spot_nodes_that_would_make_steps_cheaper_stay_requested() -> None:
+    """Wrong: the next try is ten minutes later; or one node more is needed than trains."""
+    found = beside_one_steady(1.2, {"spot": 0})
+    assert found.offer.counts == {"spot": 4, "od": 1}
+    assert found.sure.counts == {"od": 1}
+    assert not found.waits
+
+
+def test_a_draw_knows_the_prices_of_the_days_before_it() -> None:
+    rows = [(hour * HOUR, "spot", 3.0 if 40 <= hour < 44 else 1.0) for hour in range(240)]
+    kinds = {"spot": SPOT}
+    market = Histories(kinds, [], 120.0, RecordedPrices(rows, {}))
+    for number in range(5):
+        _, found = market.draw(number, 8 * HOUR)
+        history = PriceHistory(kinds, found.rows)
+        assert min(at for at, _, _ in found.rows) == -USUAL_S
+        assert [history.usual("spot", at) for at in (0.0, 8 * HOUR)] == [1.0, 1.0]
 
 
 def seen_at(now: float, usd: float, starting: int = 0) -> Any:
@@ -122,8 +162,9 @@ def seen_at(now: float, usd: float, starting: int = 0) -> Any:
     nodes = [
         StartingNode(f"spot-{n}", "spot", StartState.STARTING, 0.0) for n in range(1, 1 + starting)
     ]
+    launches = Launches({}, starting=tuple(nodes))
     return SimpleNamespace(
-        now=now, nodes={"spot-0": node}, launches=Launches({}, starting=tuple(nodes)), prices={}
+        now=now, nodes={"spot-0": node}, launches=launches, prices={}, usual_prices={}
     )
 
 

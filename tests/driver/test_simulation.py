@@ -228,7 +228,7 @@ def test_a_change_ends_with_its_first_step_however_long_the_next_event_is_off(tm
     (change,) = result["reconfigurations"]
     assert change["predicted_step_s"] > 10
     # The first step is longer by what is stated; the snapshot of so small a state costs nothing.
-    expected = change["predicted_step_s"] + Costs().first_step_s
+    expected = change["predicted_step_s"] + Costs().warm_step_s
     assert change["seconds"]["first_step"] == pytest.approx(expected, abs=0.01)
 
 

@@ -10,10 +10,13 @@ from datetime import datetime
 from typing import Any
 
 from autohet.driver.sources.spot_prices import (
+    USUAL_S,
     SpotPrices,
     live_node_type,
-    newest_prices,
+    newest_price,
+    price_changes,
     spot_types,
+    usual_price,
 )
 from autohet.runtime.process.metadata_server import InstanceFacts
 from planner.inputs.cluster import cluster_from_document, node_type_from_labels
@@ -57,10 +60,19 @@ class FakeEc2:
 
 
 def test_the_newest_price_of_each_type_and_zone_counts() -> None:
-    assert newest_prices([recorded()]) == {
+    found = price_changes([recorded()])
+    assert {key: newest_price(changes) for key, changes in found.items()} == {
         ("g5.2xlarge", "us-east-1a"): 0.4812,
         ("g5.2xlarge", "us-east-1b"): 0.602,
     }
+
+
+def test_the_usual_price_is_the_median_over_time_of_the_last_days() -> None:
+    """Wrong: the mean, the median of the changes, or a price of last week."""
+    jumps = [(0.0, 9.0), (USUAL_S, 1.0), (1.4 * USUAL_S, 3.0), (1.5 * USUAL_S, 1.1)]
+    assert usual_price(jumps, 2 * USUAL_S) == 1.1
+    assert usual_price(jumps[:3], 1.5 * USUAL_S) == 3.0
+    assert usual_price([(5.0, 2.0)], 5.0) == 2.0
 
 
 def test_a_price_that_nobody_tells_is_none_and_asked_for_again() -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from autohet.control import fleet
@@ -57,7 +58,8 @@ class Left:
     """What is left at `now` of the steps, of the time and of the budget.
 
     delivered: share of the predicted steps that fleets make, by whether they are secure. redo_s:
-    seconds of training that a loss of the whole fleet costs.
+    seconds of training that a loss of the whole fleet costs. usual_prices: of node types (USD per
+    hour), where they are known.
     """
 
     now: float
@@ -66,6 +68,7 @@ class Left:
     usd: float
     delivered: Mapping[bool, float]
     redo_s: float = 0.0
+    usual_prices: Mapping[str, float] = field(default_factory=dict)
 
     def needed_s(self, step_s: float, *, secure: bool) -> float:
         """Return the seconds until the last step on a fleet that trains already."""
@@ -85,6 +88,7 @@ class Goal:
         self.is_late = False
         """True once the deadline has passed."""
         self._seen_at: float | None = None
+        self._usual_prices: Mapping[str, float] = {}
         self._steps = 0
         self._seconds = {secure: PRIOR_S for secure in DELIVERED_PRIOR}
         self._made_s = {secure: PRIOR_S * share for secure, share in DELIVERED_PRIOR.items()}
@@ -103,6 +107,7 @@ class Goal:
                 self._seconds[wanted.is_secure] += passed_s
                 self._made_s[wanted.is_secure] += (steps - self._steps) * wanted.step_s
         self._seen_at = seen.now
+        self._usual_prices = seen.usual_prices
         self._steps = steps
         self.usd_per_hour = fleet.total_usd_per_hour(fleet.prices_of(seen, seen.nodes), seen.nodes)
         for node in () if seen.launches is None else seen.launches.starting:
@@ -120,7 +125,7 @@ class Goal:
             secure: min(1.0, max(0.05, self._made_s[secure] / whole_s))
             for secure, whole_s in self._seconds.items()
         }
-        return Left(now, steps, seconds, usd, delivered, redo_s)
+        return Left(now, steps, seconds, usd, delivered, redo_s, self._usual_prices)
 
     def document(self) -> dict[str, Any]:
         """Return the entry in a job's status and summary."""
@@ -154,21 +159,22 @@ class GoalChoice:
     """Fleet to pay for. reason: what the user must know of it; empty: nothing.
 
     waits: True if the fleet cannot be had now, and is only hoped for; None: nothing is. look_in_s:
-    seconds after which to choose again, whatever happens.
+    seconds after which to choose again, whatever happens. sure: part of the fleet that trains
+    whether or not the rest of it comes; None: all of it is needed.
     """
 
     offer: Offer | None
     reason: str = ""
     waits: bool = False
     look_in_s: float = math.inf
+    sure: Offer | None = None
 
 
 @dataclass(frozen=True)
 class GoalChooser:
     """One choice of a fleet by deadline and budget.
 
-    usual_usd: usual price of a step, in USD. present: fleet that is paid for now; None: none.
-    kept_usd: USD per hour of the living nodes.
+    present: fleet that is paid for now; None: none. kept_usd: USD per hour of the living nodes.
     """
 
     speeds: FleetSpeeds
@@ -176,7 +182,6 @@ class GoalChooser:
     left: Left
     present: Offer | None
     kept_usd: float
-    usual_usd: float = math.inf
 
     def choose(self) -> GoalChoice:
         """Return the fleet to pay for from now on.
@@ -202,12 +207,13 @@ class GoalChooser:
             return GoalChoice(found)
         return self._in_time(within)
 
-    def usual(self) -> float:
-        """Return the least price of a step if all types can be had, and nothing fails; in USD."""
-        steps = self.left.steps
+    @cached_property
+    def usual_usd(self) -> float:
+        """Least price of a step at usual prices if all types can be had, and nothing fails."""
+        market = self.terms.market.at(self.left.usual_prices)
         prices = []
-        for offer in self._all_offers():
-            if steps * offer.step_s <= self.left.seconds:
+        for offer in self._offers(replace(self.terms, market=market, most={})):
+            if self.left.steps * offer.step_s <= self.left.seconds:
                 prices.append(offer.usd_a_step)
         return min(prices, default=math.inf)
 
@@ -225,7 +231,8 @@ class GoalChooser:
         is_secure = self.present is not None and self._net_s(self.present) <= seconds
         if has_net and slack_s < reserve_s * (2 if is_secure else 1):
             secure = [offer for offer in within if net_s[id(offer)] <= seconds]
-            return self._pick(secure or [min(within, key=lambda each: net_s[id(each)])])
+            safest = min(within, key=lambda each: net_s[id(each)])
+            return self._with_hope(self._pick(secure or [safest]))
 
         patience_s = self._patience_s(within) - reserve_s
         look_in_s = max(patience_s, 0.0) or (slack_s - reserve_s if has_net else math.inf)
@@ -239,7 +246,7 @@ class GoalChooser:
         picked = self._pick(in_time or [min(possible, key=self._needed_s)])
         if not in_time and patience_s <= 0.0:
             picked = replace(picked, reason="no fleet that can be had is sure to keep the deadline")
-        return replace(picked, look_in_s=look_in_s)
+        return self._with_hope(replace(picked, look_in_s=look_in_s))
 
     def _patience_s(self, within: list[Offer]) -> float:
         """Return the seconds without a step after which the deadline still costs no more.
@@ -259,6 +266,21 @@ class GoalChooser:
         by_dollars = replace(self.terms, objective="cost")
         found = choose_among(possible, by_dollars, self._kept(possible), self.kept_usd)
         return GoalChoice(found)
+
+    def _with_hope(self, choice: GoalChoice) -> GoalChoice:
+        """Return a choice of a secure fleet with the spot nodes that would make its steps cheaper.
+
+        They may come at any time, and those that are asked for and do not come cost nothing.
+        """
+        sure = choice.offer
+        if sure is None or not self.is_secure(sure):
+            return choice
+        hoped = []
+        for offer in self._all_offers():
+            is_more = self._steady(offer) == sure.counts
+            if is_more and offer.usd_a_step < sure.usd_a_step and self._usd(offer) <= self.left.usd:
+                hoped.append(offer)
+        return replace(choice, offer=min(hoped, key=by_price, default=sure), sure=sure)
 
     def _wait(self, why: str) -> GoalChoice:
         """Wait for the cheapest fleet that may come, if there is one at the usual price."""
@@ -304,14 +326,25 @@ class GoalChooser:
         return self.present if any(self._is_present(offer) for offer in possible) else None
 
     def _needed_s(self, offer: Offer) -> float:
-        """Return the seconds until the last step on a fleet."""
-        return self._move_s(offer) + self.left.needed_s(offer.step_s, secure=self.is_secure(offer))
+        """Return the seconds until the last step on a fleet, whose spot nodes are away at times."""
+        left = self.left
+        steady = self._steady(offer)
+        share = 0.0 if self.is_secure(offer) else left.delivered[False]
+        steps_a_second = share / offer.step_s
+        if steady:
+            alone_s = self.speeds.step_s(steady)
+            steps_a_second += (1.0 - share) * left.delivered[True] / alone_s
+        return self._move_s(offer) + left.steps / steps_a_second
 
     def _net_s(self, offer: Offer) -> float:
         """Return the same for a fleet that loses all its spot nodes at once."""
         steady = self._steady(offer)
         step_s = self.speeds.step_s(steady) if steady else math.inf
-        return self._move_s(offer) + self.left.needed_s(step_s, secure=True)
+        move_s = self._move_s(offer)
+        if self.present is not None and steady == self._steady(self.present):
+            # They train on while spot nodes start.
+            move_s = min(move_s, self.terms.move_s)
+        return move_s + self.left.needed_s(step_s, secure=True)
 
     def _move_s(self, offer: Offer) -> float:
         """Return the seconds until a fleet trains."""

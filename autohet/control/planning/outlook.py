@@ -189,13 +189,13 @@ def gather_s(timings: Sequence[Timing], debounce_s: float) -> float:
 
 
 def recent_cost_s(changes: Sequence[Change], now: float) -> tuple[float, float]:
-    """Return the seconds without a step of the last CHURN_S seconds' changes: all, and the mean."""
+    """Return what the changes of the last CHURN_S seconds cost beside steps: all, and the mean."""
     seconds = []
     for change in reversed(changes):
         if change.detected_at < now - CHURN_S:
             break
         if change.cause != "start":
-            seconds.append(change.seconds()["total"])
+            seconds.append(change.stalled_s + change.redone_s)
     return sum(seconds), sum(seconds) / max(1, len(seconds))
 
 

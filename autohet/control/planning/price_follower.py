@@ -6,7 +6,6 @@ Pure but for the step times of fleets, which the planner computes once in the ba
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -56,8 +55,6 @@ class PriceFollower:
         """True if what is wanted cannot be had now, or nothing is wanted."""
         self.look_at = -math.inf
         """Time at which a goal wants another choice."""
-        self._usual: list[tuple[float, float]] = []
-        """Usual price of a step at each choice for a goal, with the time of the choice."""
 
     def reason_to_choose(
         self,
@@ -154,28 +151,12 @@ class PriceFollower:
         """Choose by deadline and budget, and note when to choose again."""
         now = chooser.left.now
         self.look_at = now + REVIEW_S
-        usual = chooser.usual()
-        if math.isfinite(usual):
-            self._usual.append((usual, now))
-        choice = replace(chooser, usual_usd=_median(self._usual, now)).choose()
+        choice = chooser.choose()
         self.look_at = now + min(REVIEW_S, max(LEAST_REVIEW_S, choice.look_in_s))
         self.waits = choice.waits
         self.wish = None
         if choice.offer is None:
             return Wanted(dict(self._terms.market.standing), choice.reason)
-        self.wish = Wish(choice.offer.step_s, chooser.is_secure(choice.offer))
+        sure = choice.sure or choice.offer
+        self.wish = Wish(sure.step_s, chooser.is_secure(sure))
         return Wanted(choice.offer.counts, choice.reason)
-
-
-def _median(samples: Sequence[tuple[float, float]], now: float) -> float:
-    """Return the median of (value, time since which it holds) over the time until `now`."""
-    ends = [at for _, at in samples[1:]]
-    weighted = [
-        (value, end - begin) for (value, begin), end in zip(samples, [*ends, now], strict=True)
-    ]
-    half_s = sum(seconds for _, seconds in weighted) / 2
-    for value, seconds in sorted(weighted):
-        half_s -= seconds
-        if half_s <= 0:
-            return value
-    return math.inf

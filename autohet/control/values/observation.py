@@ -272,6 +272,8 @@ class Observation:
     prices: Mapping[str, float] = field(default_factory=dict)
     """Prices that EC2 asks now for spot node types that may be bought, alive or not; USD per hour.
     """
+    usual_prices: Mapping[str, float] = field(default_factory=dict)
+    """Medians of these prices over the last days; USD per hour."""
     failures: Failures | None = None
     """Failures of the last ticks; None if the tick before finished."""
     busy: Mapping[str, str] = field(default_factory=dict)

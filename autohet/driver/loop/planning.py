@@ -127,7 +127,7 @@ class Planning:
             wrong.
         """
         fixed = self._fixed_plan(fleet)
-        if fixed is not None and self._is_affordable(fixed):
+        if fixed is not None and _is_affordable(fixed, self.job):
             return _or_stay(fixed, current)
 
         cost = self.make_cost(fleet)
@@ -145,12 +145,6 @@ class Planning:
             thorough = False
         question = self.question(current, request, thorough)
         return self.concluded(replanned(question), cost)
-
-    def _is_affordable(self, fixed: PlanProposal) -> bool:
-        """Return True unless the plan that the job names costs more than the job's bound now."""
-        bound = self.job.parallelism.max_usd_per_hour
-        usd = fixed.prediction.usd_per_hour
-        return bound is None or usd is None or usd <= bound
 
     @property
     def can_repair(self) -> bool:
@@ -174,12 +168,16 @@ class Planning:
         try:
             proposal = None
             if in_place and current is not None:
-                proposal = _whole_pipelines(self, fleet, current)
+                proposal = self.keep_pipelines(fleet, current)
             if proposal is None:
                 proposal = self.propose(fleet, current, redundant=redundant)
         except ConfigError as error:
             return PlanResult(None, str(error), self.clock() - started)
         return PlanResult(proposal, "", self.clock() - started)
+
+    def keep_pipelines(self, fleet: Fleet, current: PlanProposal) -> PlanProposal | None:
+        """Return the present plan without its broken pipelines; None if it may not be chosen."""
+        return _whole_pipelines(self, fleet, current)
 
     def predict(self, plan: Plan, fleet: Fleet) -> PlanProposal:
         """Return a plan that runs on this fleet, with its prediction; nothing is searched.
@@ -357,6 +355,13 @@ class Planning:
 
         cost = self.make_cost(fleet, one_format=True)
         return PlanProposal(plan, cost.predict(plan), cost)
+
+
+def _is_affordable(fixed: PlanProposal, job: Job) -> bool:
+    """Return True unless the plan that the job names costs more than the job's bound now."""
+    bound = job.parallelism.max_usd_per_hour
+    usd = fixed.prediction.usd_per_hour
+    return bound is None or usd is None or usd <= bound
 
 
 def _or_stay(proposal: PlanProposal, current: PlanProposal | None) -> PlanProposal:

@@ -179,6 +179,7 @@ class RayObserver:
             transfers=self.agent_commands.take_handed_over(),
             launches=launches,
             prices=self._prices.of(self.spot_types),
+            usual_prices=self._prices.usual(self.spot_types),
             busy=dict(self.busy),
         )
 

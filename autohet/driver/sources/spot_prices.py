@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from autohet.driver.sources.watch import Watch
@@ -26,8 +26,12 @@ POLL_S = 300.0
 PRODUCTS = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
 """EC2's names of Linux; the second is used in accounts that once had EC2-Classic."""
 PRICE_LABEL = "autohet.io/usd-per-hour"
-Prices = Mapping[tuple[str, str], float]
-"""Dollars an hour by instance type and zone."""
+USUAL_S = 3 * 86400.0
+"""Seconds of the past whose median is a usual price."""
+Changes = Sequence[tuple[float, float]]
+"""Changes of a price, by time: (second, dollars an hour from then on)."""
+Prices = Mapping[tuple[str, str], Changes]
+"""Prices by instance type and zone."""
 
 
 class PricePoint(NamedTuple):
@@ -67,14 +71,31 @@ def _price_point(entry: Json) -> PricePoint:
     return PricePoint(instance_type, str(entry["AvailabilityZone"]), since, usd_per_hour)
 
 
-def newest_prices(pages: Iterable[Json]) -> dict[tuple[str, str], float]:
-    """Return the newest price of each type and zone."""
-    found: dict[tuple[str, str], PricePoint] = {}
-    for point in price_points(pages):
-        key = (point.instance_type, point.zone)
-        if key not in found or found[key].since < point.since:
-            found[key] = point
-    return {key: point.usd_per_hour for key, point in found.items()}
+def price_changes(pages: Iterable[Json]) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """Return the price of each type and zone over time, in seconds of the epoch."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for point in sorted(price_points(pages), key=lambda point: point.since):
+        changes = found.setdefault((point.instance_type, point.zone), [])
+        changes.append((point.since.timestamp(), point.usd_per_hour))
+    return found
+
+
+def newest_price(changes: Changes) -> float:
+    return changes[-1][1]
+
+
+def usual_price(changes: Changes, now: float) -> float:
+    """Return the median of a price over the last USUAL_S seconds."""
+    ends = [at for at, _ in changes[1:]]
+    weighted = []
+    for (begin, usd), end in zip(changes, [*ends, now], strict=True):
+        weighted.append((usd, max(0.0, min(end, now) - max(begin, now - USUAL_S))))
+    half_s = sum(seconds for _, seconds in weighted) / 2
+    for usd, seconds in sorted(weighted):
+        half_s -= seconds
+        if half_s <= 0:
+            return usd
+    return newest_price(changes)
 
 
 @dataclass(frozen=True)
@@ -122,9 +143,17 @@ class SpotPrices:
 
     def usd_per_hour(self, instance_type: str, zone: str) -> float | None:
         """Return the current price, or None while none is known; never blocks."""
-        return self._known(instance_type, region_of(zone)).get((instance_type, zone))
+        changes = self._known(instance_type, region_of(zone)).get((instance_type, zone))
+        return None if changes is None else newest_price(changes)
 
-    def of(self, kinds: Mapping[str, SpotType]) -> dict[str, float]:
+    def usual(self, kinds: Mapping[str, SpotType]) -> dict[str, float]:
+        """Return usual prices by name; see `of`."""
+        now = datetime.now(UTC).timestamp()
+        return self.of(kinds, lambda changes: usual_price(changes, now))
+
+    def of(
+        self, kinds: Mapping[str, SpotType], read: Callable[[Changes], float] = newest_price
+    ) -> dict[str, float]:
         """Return prices by name, for types whose price is known in all zones of the type.
 
         The price is that of the dearest zone in which a node may come, since a bound on the price
@@ -133,10 +162,10 @@ class SpotPrices:
         found = {}
         for name, kind in kinds.items():
             prices = {}
-            for (instance, zone), price in self._known(kind.instance_type, kind.region).items():
+            for (instance, zone), changes in self._known(kind.instance_type, kind.region).items():
                 is_possible = not kind.zones or zone in kind.zones
                 if instance == kind.instance_type and is_possible:
-                    prices[zone] = price
+                    prices[zone] = read(changes)
             missing = kind.zones - prices.keys()
             if prices and not missing:
                 found[name] = max(prices.values())
@@ -162,14 +191,14 @@ class SpotPrices:
         return {} if self._watch is None else self._watch.answer or {}
 
     def _ask(self) -> Prices:
-        """Return the current prices: if the start is now, EC2 answers with those in effect."""
+        """Return the prices of the past: EC2 begins with those in effect at the start."""
         client = self._make(self._region)
         pages = client.get_paginator("describe_spot_price_history").paginate(
             InstanceTypes=sorted(self._wanted),
             ProductDescriptions=[*PRODUCTS],
-            StartTime=datetime.now(UTC),
+            StartTime=datetime.now(UTC) - timedelta(seconds=USUAL_S),
         )
-        return newest_prices(pages)
+        return price_changes(pages)
 
     def close(self) -> None:
         if self._watch is not None:

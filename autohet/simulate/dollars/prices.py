@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from autohet.driver.sources.spot_prices import POLL_S
+from autohet.driver.sources.spot_prices import POLL_S, usual_price
 from planner.inputs.fleet import NodeType
 
 PriceRow = tuple[float, str, float]
@@ -46,6 +46,11 @@ class PriceHistory:
         following = bisect_right(steps, (time_s, math.inf))
         _, usd = steps[following - 1]
         return usd
+
+    def usual(self, node_type: str, now: float) -> float:
+        """Return the median price of the last days, as far as they are known."""
+        changes = [(at, usd) for at, usd in self._steps[node_type][1:] if at <= now]
+        return usual_price(changes, now) if changes else self.usd_per_hour(node_type, now)
 
     def usd(self, node_type: str, begin_s: float, end_s: float) -> float:
         """Return the dollars for one node from `begin_s` to `end_s`."""
@@ -122,6 +127,10 @@ class SeenPrices:
     def by_type(self) -> dict[str, float]:
         """Prices of the types whose price is recorded over time."""
         return {name: self.kinds[name].usd_per_hour or 0.0 for name in self._history.given}
+
+    def usual(self, now: float) -> dict[str, float]:
+        """Return the usual prices of the same types."""
+        return {name: self._history.usual(name, now) for name in self._history.given}
 
     @property
     def next_s(self) -> float:

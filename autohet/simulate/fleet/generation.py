@@ -24,7 +24,7 @@ class SimulatedJob:
     every_steps: steps between two checkpoints; None: the controller requests each. settle_s:
     seconds for which the controller gathers arrivals. replication_share: part of a node's network
     for copies to other nodes. end_s: nothing happens after it. last_step: number of steps after
-    which the workers finish.
+    which the workers finish. on_cpu: groups are connected while the generation before trains.
     """
 
     every_steps: int | None
@@ -33,6 +33,7 @@ class SimulatedJob:
     tokens_by_step: int = 0
     end_s: float = math.inf
     last_step: float = math.inf
+    on_cpu: bool = False
 
 
 @dataclass
@@ -79,17 +80,22 @@ class SimulatedGeneration:
         moments += [ends_at for ends_at, _ in self.uploads if ends_at > now]
         return moments
 
-    def make_steps(self, moment: float, job: SimulatedJob) -> bool:
+    def is_at(self, step: float) -> bool:
+        """Return True if it trains, and has committed the updates before this step."""
+        return self.phase is Phase.TRAINING and self.step >= step
+
+    def make_steps(self, moment: float, job: SimulatedJob, before: float) -> bool:
         """Make the steps that end until `moment`, all at once; return True if any was made.
 
-        Only the records of the first and the last of these steps are kept.
+        Only the records of the first and the last of these steps are kept. before: step at which
+        the next generation begins.
         """
         if self.phase is not Phase.TRAINING or self.step_ends_at > moment:
             return False
         number = 1
         if not self.stop:
             number += int((moment - self.step_ends_at) / self.step_s)
-        number = int(min(number, job.last_step - self.step))
+        number = int(min(number, job.last_step - self.step, before - self.step))
         first = self.step
         first_ended_at = self.step_ends_at
         self.step += number

@@ -22,6 +22,7 @@ from autohet.simulate.fleet.copies import SimulatedCopies
 from autohet.simulate.fleet.generation import MOVING, SimulatedGeneration, SimulatedJob
 from autohet.simulate.fleet.machines import SimulatedMachines
 from autohet.simulate.fleet.order_bytes import push_s, snapshot_s, upload_s
+from autohet.simulate.fleet.preparation import SimulatedPreparation
 from autohet.simulate.trained_span import TrainedSpan
 from planner.inputs.fleet import node_of
 from planner.plans.plan import Plan
@@ -59,6 +60,9 @@ class SimulatedWorkers:
         self._starts: dict[str, float] = {}
         """Second at which each worker's process is up."""
         self._restored: tuple[str, RestoreRecord] | None = None
+        self.preparation = SimulatedPreparation(costs, clock, self._starts)
+        self.prepare = self.preparation.prepare
+        self.withdraw = self.preparation.withdraw
 
     # directions
     # ------------------------------------------------------------------------------
@@ -78,8 +82,21 @@ class SimulatedWorkers:
             self._starts.pop(worker, None)
 
     def begin(self, orders: Mapping[str, GenerationOrder]) -> None:
+        order = _any_order(orders)
+        if order.follows is not None:
+            self.preparation.orders = orders
+            return
+        rebuild_s = self.preparation.rebuild_s(order.generation)
+        if not self._job.on_cpu:
+            rebuild_s += self._costs.nccl_s(len(orders))
+        self._begin(orders, self._clock.now + rebuild_s)
+
+    def _begin(
+        self, orders: Mapping[str, GenerationOrder], rebuilt_at: float
+    ) -> SimulatedGeneration:
         # The copies of the present generation are those that it has made until this moment.
         self._copies.keep_newest_round(self.generation)
+        self.preparation.end()
 
         order = _any_order(orders)
         restore_s = 0.0
@@ -88,10 +105,9 @@ class SimulatedWorkers:
             restore_s = order.transfers.makespan_s
             bytes_by_tier = dict(order.transfers.bytes_by_tier)
 
-        rebuilt_at = self._clock.now + self._costs.rebuild_s + self._costs.nccl_s(len(orders))
         _drop_steps_from(self.spans, order.start_step)
-        self.generation = self._prepare(orders, rebuilt_at + restore_s)
-        self.spans.append(self.generation.span)
+        self.generation = generation = self._make_generation(orders, rebuilt_at + restore_s)
+        self.spans.append(generation.span)
 
         self.s3_requests.count_restore(bytes_by_tier.get("s3", 0))
         # One worker reports the restore of all, so that the driver counts its bytes once.
@@ -100,8 +116,9 @@ class SimulatedWorkers:
         self._clock.note_change()
         # A member may have died unnoticed between the decision and this moment.
         self.halt_on(self._machines.dead)
+        return generation
 
-    def _prepare(
+    def _make_generation(
         self, orders: Mapping[str, GenerationOrder], ready_at: float
     ) -> SimulatedGeneration:
         order = _any_order(orders)
@@ -122,13 +139,18 @@ class SimulatedWorkers:
             sync_s,
             network_bytes_per_s,
             uploading_s,
-            self._job.every_steps or self._steps_between_requests(undisturbed_s),
+            # The interval of the checkpoints that the controller requests is as known now.
+            self._job.every_steps
+            or self.checkpoint_pace.steps
+            or max(1, round(MOST_S / undisturbed_s)),
             copies,
         )
+        has_new = any(self._live.get(worker, (None, 0))[0] is None for worker in members)
+        warm_up_s = self._costs.first_step_s if has_new else self._costs.warm_step_s
         span = TrainedSpan(
             order.generation,
             order.start_step,
-            ready_at + self._costs.first_step_s,
+            ready_at + warm_up_s,
             step_s,
             len(members),
         )
@@ -145,15 +167,6 @@ class SimulatedWorkers:
             first_member=members[0],
         )
 
-    def _steps_between_requests(self, step_s: float) -> int:
-        """Return the interval of the checkpoints that the controller requests, as known now."""
-        return self.checkpoint_pace.steps or max(1, round(MOST_S / step_s))
-
-    def prepare(self, *_: Any) -> None:
-        raise AssertionError("a simulated change has its stated costs: nothing is built ahead")
-
-    withdraw = prepare
-
     def request_stop(self, workers: Sequence[str], *, checkpoint: bool) -> None:
         if self.generation is not None:
             self.generation.stop = True
@@ -165,7 +178,7 @@ class SimulatedWorkers:
 
     def interrupt(self, workers: Sequence[str], generation: int, *, keep: bool = False) -> None:
         running = self.generation
-        if running is None or running.phase not in MOVING:
+        if running is None or running.phase not in MOVING or running.members.isdisjoint(workers):
             return
         if running.order.generation <= generation:
             running.phase = Phase.HALTED
@@ -189,7 +202,7 @@ class SimulatedWorkers:
         generation = self.generation
         if generation is not None and generation.phase is Phase.BUILDING:
             moments.append(generation.ready_at)
-        return moments
+        return moments + self.preparation.due()
 
     def make_steps(self, moment: float) -> None:
         """Make the steps that end until `moment`."""
@@ -197,11 +210,15 @@ class SimulatedWorkers:
         if generation is None:
             return
         ended_at = generation.step_ends_at
-        if generation.make_steps(moment, self._job):
+        if generation.make_steps(moment, self._job, self.preparation.begins_at):
             if generation.phase is Phase.STOPPED:
                 # The workers stood from the step's end on, before the moment that is looked at.
                 self._clock.changed_at = ended_at
             self._note_state(generation)
+        if generation.is_at(self.preparation.begins_at):
+            ended_at = generation.step_ends_at - generation.step_s
+            following = self._begin(self.preparation.orders, ended_at + self._costs.cut_over_s)
+            following.records = generation.records
 
     def finish_building(self) -> None:
         """Begin to train once the generation is built."""
@@ -210,8 +227,7 @@ class SimulatedWorkers:
             return
         if generation.ready_at <= self._clock.now:
             generation.phase = Phase.TRAINING
-            first_step_begins_at = generation.ready_at + self._costs.first_step_s
-            generation.step_ends_at = first_step_begins_at + generation.step_s
+            generation.step_ends_at = generation.span.begin_s + generation.step_s
             self._clock.note_change()
             self._note_state(generation)
 
@@ -253,8 +269,10 @@ class SimulatedWorkers:
     def _report(self, worker: str) -> WorkerReport:
         live_generation, step = self._live[worker]
         generation = self.generation
+        prepared = self.preparation.outcome(worker)
         if generation is None or worker not in generation.orders:
-            return WorkerReport(worker, 1, 0, Phase.IDLE, step, live_generation)
+            idle = Phase.IDLE
+            return WorkerReport(worker, 1, 0, idle, step, live_generation, prepared=prepared)
 
         number = generation.order.generation
         phase = generation.phase
@@ -285,6 +303,7 @@ class SimulatedWorkers:
             steps=tuple(records),
             receipts=tuple(receipts),
             restore=restore,
+            prepared=prepared,
         )
 
 

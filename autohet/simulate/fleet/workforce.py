@@ -67,7 +67,8 @@ class SimulatedWorkforce:
         generation = self.workers.generation
         if generation is not None:
             due_in_steps = self.workers.checkpoint_pace.due_in_steps(generation.step)
-            moments += generation.due(now, due_in_steps, self._last_step)
+            last_step = min(self._last_step, self.workers.preparation.begins_at)
+            moments += generation.due(now, due_in_steps, last_step)
 
         moments += self.autoscaler.looks(now, self.clock.changed_at)
         for look_s in self._looks_s:
@@ -95,6 +96,7 @@ class SimulatedWorkforce:
             store=("simulated", 1),
             launches=self.autoscaler.launches(self.now),
             prices=self.machines.prices.by_type,
+            usual_prices=self.machines.prices.usual(self.now),
         )
 
     def wake_at(self, moment: float) -> None:
