@@ -34,8 +34,9 @@ def decides_by_price(job: Job) -> bool:
 
 
 def _had(base: Counts, most: Counts) -> dict[str, int]:
-    """Return the wanted nodes as far as they can be had."""
-    return {name: min(number, most.get(name, number)) for name, number in base.items()}
+    """Return the wanted nodes as far as they can be had, without types of which there is none."""
+    had = {name: min(number, most.get(name, number)) for name, number in base.items()}
+    return {name: number for name, number in had.items() if number}
 
 
 class PriceFollower:
