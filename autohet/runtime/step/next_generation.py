@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.distributed import Store
@@ -44,6 +45,7 @@ class _Building:
 
     order: PreparationOrder
     connector: StoreConnector
+    warms_up: bool
     is_dropped: bool = False
     groups: GenerationGroups | None = None
     parts: StageParts | None = None
@@ -75,10 +77,18 @@ class NextGeneration:
     """Owner of at most one prepared generation; any thread may call it.
 
     timeouts: deadline of the members' meeting, and of an operation where the order names none.
+    plan_ahead: computes what depends on an order alone, before its generation begins.
     """
 
-    def __init__(self, me: str, setup: TrainingSetup, timeouts: GroupTimeouts) -> None:
+    def __init__(
+        self,
+        me: str,
+        setup: TrainingSetup,
+        timeouts: GroupTimeouts,
+        plan_ahead: Callable[[GenerationOrder], None] = lambda order: None,
+    ) -> None:
         self._me = me
+        self._plan_ahead = plan_ahead
         self._setup = setup
         self._timeouts = timeouts
         self._lock = threading.Lock()
@@ -92,9 +102,12 @@ class NextGeneration:
         newest = self._newest
         return None if newest is None else newest.outcome
 
-    def begin(self, order: PreparationOrder) -> None:
-        """Begin to prepare a generation, in a thread; what was prepared before is dropped."""
-        new = _Building(order, StoreConnector(self._timeouts.rendezvous_s))
+    def begin(self, order: PreparationOrder, *, warms_up: bool = False) -> None:
+        """Begin to prepare a generation, in a thread; what was prepared before is dropped.
+
+        warms_up: this worker has not trained yet, so that its first pass would be slow.
+        """
+        new = _Building(order, StoreConnector(self._timeouts.rendezvous_s), warms_up)
         with self._lock:
             newest = self._newest
             if newest is not None and newest.order.generation >= order.generation:
@@ -153,6 +166,7 @@ class NextGeneration:
         assert building.groups is not None
         assert building.ballot is not None
         try:
+            self._plan_ahead(order)
             building.groups.meet(order.participants, READY)
         except (Interrupted, PeerLost, RuntimeError) as error:
             logger.info("generation %d does not begin: %s", order.generation, error)
@@ -205,6 +219,8 @@ class NextGeneration:
                 building.parts.build_sync_groups(groups)
         elif place is not None and place.tp_degree == 1:
             building.parts = StageParts.build(self._setup, order.plan, groups, with_groups=False)
+        if building.warms_up and building.parts is not None:
+            building.parts.warm_up(self._setup)
 
 
 def meet_participants(
