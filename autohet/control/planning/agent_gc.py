@@ -40,7 +40,7 @@ def settled_age(
     if order is None:
         return None
     ages = []
-    for worker in order.layout.shards_by_worker:
+    for worker in order.plan.workers:
         report = reports.get(worker)
         if report is None:
             return None
@@ -59,7 +59,7 @@ def all_live(orders: Mapping[str, GenerationOrder], reports: Mapping[str, Worker
     order = any_order(orders)
     if order is None:
         return False
-    for worker in order.layout.shards_by_worker:
+    for worker in order.plan.workers:
         report = reports.get(worker)
         if report is None or report.live_generation != order.generation:
             return False
@@ -223,7 +223,7 @@ class AgentGc:
         return Prune(
             memory_before=max(known),
             disk_before=disk_before,
-            living=frozenset(order.layout.shards_by_worker),
+            living=frozenset(order.plan.workers),
             generation=present,
         )
 
@@ -235,7 +235,7 @@ class AgentGc:
         order = any_order(self.orders)
         if order is None:
             return False
-        for worker in order.layout.shards_by_worker:
+        for worker in order.plan.workers:
             if worker in reports and reports[worker].phase in MOVING:
                 return False
         return not all_live(self.orders, reports)
