@@ -145,7 +145,7 @@ class Worker:
         """Groups of the present generation; None before the first."""
         self._store = StoreConnector(self.timeouts.rendezvous_s)
         limits = GroupTimeouts(self.timeouts.step_s, self.timeouts.rendezvous_s)
-        self._next = NextGeneration(place.worker, self._setup, limits, self._plan_ahead)
+        self._next = NextGeneration(place.worker, self._setup, limits, self.preservation.plan)
         self._parts: StageParts | None = None
         """Parts of the present generation's trainer that were built ahead, until it has them."""
         self._left: GenerationGroups | None = None
@@ -251,14 +251,6 @@ class Worker:
             self.groups = None
             with self._rolling:
                 self._start(order)
-
-    def _plan_ahead(self, order: GenerationOrder) -> None:
-        """Compute what the cut-over to this order needs of its layout, which keeps it."""
-        if self.place.worker in order.layout.shards_by_worker:
-            self.preservation.snapshots.plan(order)
-            order.layout.units_of(self.place.worker)
-            for shard in order.layout.shards:
-                order.layout.shard_bytes(shard)
 
     def _begin(self, order: GenerationOrder) -> None:
         self.interrupt()
