@@ -15,7 +15,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed import Store
 
@@ -50,6 +50,8 @@ class _Building:
     groups: GenerationGroups | None = None
     parts: StageParts | None = None
     outcome: Prepared | None = None
+    is_warm: threading.Event = field(default_factory=threading.Event)
+    """Set once nothing uses the parts any more."""
     ballot: tuple[Voter, int] | None = None
     """Voter of the generation that trains, and the step of the cut-over, once there are orders."""
 
@@ -144,6 +146,7 @@ class NextGeneration:
             return None
         if newest.groups is None:
             return None
+        newest.is_warm.wait(self._timeouts.rendezvous_s)
         return Ready(newest.groups, newest.parts, newest.connector)
 
     def follow(self, order: GenerationOrder, voter: Voter) -> None:
@@ -193,6 +196,14 @@ class NextGeneration:
             if not building.is_dropped:
                 logger.info("generation %d: %s", order.generation, traceback.format_exc())
         building.outcome = Prepared(order.generation, error)
+        # Only now: the others need not wait for it, and the orders take two steps more.
+        try:
+            if building.warms_up and building.parts is not None and not building.is_dropped:
+                building.parts.warm_up(self._setup)
+        except Exception:  # noqa: BLE001 (the first pass is slow then)
+            logger.info("generation %d: %s", order.generation, traceback.format_exc())
+        finally:
+            building.is_warm.set()
 
     def _build(self, building: _Building, store: Store) -> None:
         """Meet the other workers and build what can be built ahead.
@@ -219,8 +230,6 @@ class NextGeneration:
                 building.parts.build_sync_groups(groups)
         elif place is not None and place.tp_degree == 1:
             building.parts = StageParts.build(self._setup, order.plan, groups, with_groups=False)
-        if building.warms_up and building.parts is not None:
-            building.parts.warm_up(self._setup)
 
 
 def meet_participants(
