@@ -213,8 +213,7 @@ def find_unfit(observation: Observation) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for worker, report in observation.reports.items():
-        node = observation.node_of(worker)
-        if report.unfit and node in observation.nodes:
+        if report.unfit and observation.node_of(worker) in observation.nodes:
             found[worker] = report.error or "it does not say why"
 
     for view in observation.nodes.values():
@@ -312,18 +311,19 @@ def find_failures(observation: Observation, members: Collection[str]) -> FleetEv
 
     The cause is an error of their own, or a peer that broke off.
     """
-    halted: list[str] = []
-    errors: list[str] = []
-    for worker, report in sorted(observation.reports.items()):
-        if worker not in members:
-            continue
-        if report.phase in (Phase.HALTED, Phase.FAILED):
-            halted.append(worker)
-        if report.phase is Phase.FAILED:
-            errors.append(f"{worker}: {report.error}")
+    halted = []
+    for report in observation.reports_of(members):
+        if report.phase is Phase.HALTED or report.phase is Phase.FAILED:
+            halted.append(report.worker)
     if not halted:
         return None
 
+    halted.sort()
+    errors = []
+    for worker in halted:
+        report = observation.reports[worker]
+        if report.phase is Phase.FAILED:
+            errors.append(f"{worker}: {report.error}")
     if errors:
         reason = "; ".join(errors)
     else:
@@ -445,11 +445,11 @@ def _more_may_come(notices: Collection[Notice], now: float) -> bool:
 
 
 def find_arrivals(
-    observation: Observation, planned: Collection[str], declined: Collection[str]
+    observation: Observation, planned: frozenset[str], declined: frozenset[str]
 ) -> tuple[str, ...]:
     """Return the usable nodes that the present plan was not made for."""
-    usable = usable_nodes(observation)
-    return tuple(name for name in usable if name not in planned and name not in declined)
+    new = sorted(observation.nodes.keys() - planned - declined)
+    return tuple(name for name in new if _is_usable(observation, name))
 
 
 def starting_until(

@@ -145,7 +145,7 @@ class Worker:
         """Groups of the present generation; None before the first."""
         self._store = StoreConnector(self.timeouts.rendezvous_s)
         limits = GroupTimeouts(self.timeouts.step_s, self.timeouts.rendezvous_s)
-        self._next = NextGeneration(place.worker, self._setup, limits)
+        self._next = NextGeneration(place.worker, self._setup, limits, self.preservation.plan)
         self._parts: StageParts | None = None
         """Parts of the present generation's trainer that were built ahead, until it has them."""
         self._left: GenerationGroups | None = None
@@ -209,7 +209,7 @@ class Worker:
         An order of a generation that is over, or not newer than the present one, is dropped.
         """
         if order.generation > max(self._over, self._report.generation):
-            self._next.begin(order)
+            self._next.begin(order, warms_up=self.live is None)
 
     def begin(self, order: GenerationOrder) -> None:
         """Start a generation; the one before is interrupted if it still runs.

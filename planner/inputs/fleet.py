@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from planner.errors import ConfigError
 
@@ -55,6 +55,7 @@ Member = tuple[str, NodeType]
 """Node name and node type of one worker of a group."""
 
 
+@lru_cache(maxsize=1 << 14)
 def node_of(worker: str) -> str:
     """The name of a worker's node, also of one that is in no fleet any more."""
     return worker.rsplit("/", 1)[0]

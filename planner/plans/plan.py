@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 from planner.errors import ConfigError
@@ -314,7 +315,7 @@ class Plan:
     @property
     def workers(self) -> tuple[str, ...]:
         """Every worker, in plan order (pipeline, stage, TP rank)."""
-        return tuple(worker for pipeline in self.pipelines for worker in pipeline.workers)
+        return tuple(chain.from_iterable(stage.workers for stage in self.stages))
 
     def to_document(self) -> Document:
         """The plan as the JSON document of the contract."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recovery.local.private_files import make_private_directory
-from recovery.local.snapshot_format import FileMap
+from recovery.local.snapshot_format import map_of
 from recovery.state.layout import Layout, ShardId
 
 FILES = 2
@@ -112,7 +112,8 @@ def share_out(
     """
     mine = sorted(worker for worker in layout.workers if node_by_worker[worker] == node)
     whole = {worker: layout.shards_by_worker[worker] for worker in mine}
-    sole_by_node = _sole_by_node(layout, node_by_worker)
+    nodes = tuple(node_by_worker.items())
+    sole_by_node = layout.derive(("sole", nodes), lambda: _sole_by_node(layout, node_by_worker))
     only_here = sole_by_node.get(node, frozenset())
     sole = {worker: shards & only_here for worker, shards in whole.items()}
 
@@ -187,7 +188,7 @@ def _grant(
 def _files_bytes(worker: str, layout: Layout, shards: frozenset[ShardId]) -> int:
     if not shards:
         return 0
-    return FILES * FileMap.of(worker, layout.tensors, sorted(shards)).file_bytes
+    return FILES * map_of(worker, layout, shards).file_bytes
 
 
 def _sentence(

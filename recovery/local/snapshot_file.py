@@ -31,6 +31,7 @@ from recovery.local.snapshot_format import (
     Commit,
     Extent,
     FileMap,
+    decode_commit,
     encode_commit,
     read_map,
 )
@@ -219,14 +220,7 @@ class SnapshotFile:
 
     def _read_commit(self) -> tuple[Commit, Checksums]:
         raw = self._read(RECORD_OFFSET, RECORD.size)
-        sequence, step, generation, checksums_crc, crc = RECORD.unpack(raw)
-        if raw == bytes(RECORD.size):
-            raise SnapshotUncommitted(
-                str(self.path), "nothing is committed in it (its writer was at work or died)"
-            )
-        if zlib.crc32(raw[:-4]) != crc:
-            raise SnapshotError(str(self.path), "the commit record is damaged")
-
+        commit, checksums_crc = decode_commit(self.path, raw)
         table_bytes = CHECKSUM_BYTES * len(self.map.extents)
         checksums = self._read(self.map.checksums_offset, table_bytes)
         if zlib.crc32(checksums) != checksums_crc:
@@ -234,7 +228,7 @@ class SnapshotFile:
             if self._read(RECORD_OFFSET, RECORD.size) != raw:
                 raise SnapshotUncommitted(str(self.path), "its writer has just begun the next step")
             raise SnapshotError(str(self.path), "the table of checksums is damaged")
-        return Commit(sequence, step, generation), np.frombuffer(checksums, dtype="<u8")
+        return commit, np.frombuffer(checksums, dtype="<u8")
 
 
 class SnapshotFileWriter:

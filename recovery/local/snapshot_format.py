@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from recovery.errors import SnapshotError
-from recovery.state.layout import ShardId, TensorSpec
+from recovery.errors import SnapshotError, SnapshotUncommitted
+from recovery.state.layout import Layout, ShardId, TensorSpec
 
 MAGIC = b"AHSNAP03"
 SUFFIX = ".snapshot"
@@ -131,6 +131,12 @@ class FileMap:
         return _with_crc(PREFIX.pack(*prefix)), header
 
 
+def map_of(worker: str, layout: Layout, shards: frozenset[ShardId]) -> FileMap:
+    """Lay out `shards` of a layout, sorted, in a new file."""
+    key = ("file map", worker, shards)
+    return layout.derive(key, lambda: FileMap.of(worker, layout.tensors, sorted(shards)))
+
+
 def escaped(worker: str) -> str:
     """Return a worker's name as it stands in the names of its files."""
     return urllib.parse.quote(worker, safe="")
@@ -151,6 +157,22 @@ def encode_commit(commit: Commit, checksums: bytes) -> bytes:
     checksums_crc = zlib.crc32(checksums)
     record = RECORD.pack(commit.sequence, commit.step, commit.generation, checksums_crc, 0)
     return _with_crc(record)
+
+
+def decode_commit(path: Path, raw: bytes) -> tuple[Commit, int]:
+    """Return what a file's commit record says, and the CRC of its checksums.
+
+    Raises:
+        SnapshotError: nothing is committed (SnapshotUncommitted), or the record is damaged.
+    """
+    if raw == bytes(RECORD.size):
+        raise SnapshotUncommitted(
+            str(path), "nothing is committed in it (its writer was at work or died)"
+        )
+    if len(raw) < RECORD.size or zlib.crc32(raw[:-4]) != int.from_bytes(raw[-4:], "little"):
+        raise SnapshotError(str(path), "the commit record is damaged")
+    sequence, step, generation, checksums_crc, _ = RECORD.unpack(raw)
+    return Commit(sequence, step, generation), checksums_crc
 
 
 def _with_crc(data: bytes) -> bytes:

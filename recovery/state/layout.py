@@ -9,11 +9,16 @@ concatenation of its units in ascending order, so another TP degree regroups who
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import pickle
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 ITEM_BYTES_BY_DTYPE: Mapping[str, int] = {
     "float64": 8,
@@ -236,12 +241,49 @@ class Layout:
 
         By state name, sorted by name.
         """
-        return units_by_tensor(self.shards_by_worker[worker])
+        return self.derive(
+            ("units", worker), lambda: units_by_tensor(self.shards_by_worker[worker])
+        )
+
+    def derive(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """Return what `make` derives from this layout alone; make it once for each key."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        found: T = self._derived[key]
+        return found
+
+    @cached_property
+    def _derived(self) -> dict[tuple[Any, ...], Any]:
+        return {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle specs and shards alone, packed: orders take a layout to each node."""
+        place: dict[ShardId, int] = {}
+        for spec in self.tensors.values():
+            for shard in spec.shards:
+                place[shard] = len(place)
+        sets: dict[int, array[int]] = {}
+        for shards in self.shards_by_worker.values():
+            if id(shards) not in sets:
+                sets[id(shards)] = array("I", sorted(place[shard] for shard in shards))
+        numbers = {key: number for number, key in enumerate(sets)}
+        set_of = {worker: numbers[id(held)] for worker, held in self.shards_by_worker.items()}
+        specs = [(e.name, e.shape, e.dtype, e.split_dim, e.cuts) for e in self.tensors.values()]
+        return _unpack, (zlib.compress(pickle.dumps((specs, list(sets.values()), set_of)), 1),)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of one whole copy of the state."""
         return sum(spec.num_bytes for spec in self.tensors.values())
+
+
+def _unpack(packed: bytes) -> Layout:
+    """Return the layout that `Layout.__reduce__` has packed."""
+    rows, sets, set_of = pickle.loads(zlib.decompress(packed))
+    tensors = {row[0]: TensorSpec(*row) for row in rows}
+    shards = [shard for spec in tensors.values() for shard in spec.shards]
+    held = [frozenset(shards[place] for place in places) for places in sets]
+    return Layout(tensors, {worker: held[number] for worker, number in set_of.items()})
 
 
 def units_by_tensor(shards: Iterable[ShardId]) -> dict[str, tuple[int, ...]]:

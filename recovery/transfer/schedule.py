@@ -11,9 +11,12 @@ is passed on between them if its holders' links would be the slowest.
 
 from __future__ import annotations
 
+import pickle
+import zlib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 from recovery.state.holdings import Holding, Source
 from recovery.state.layout import Layout, ShardId
@@ -82,6 +85,11 @@ class TransferSchedule:
     bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
     checksums: Mapping[Source, Mapping[ShardId, int]] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields alone, packed: orders take the schedule of all workers to each node."""
+        values = [getattr(self, each.name) for each in fields(self)]
+        return _unpack, (zlib.compress(pickle.dumps(values), 1),)
+
     def checksums_of(self, source: Source) -> Mapping[ShardId, int]:
         """Return the known checksums of the bytes that `source` must give.
 
@@ -130,6 +138,11 @@ class TransferSchedule:
     def sources_of(self, worker: str, shard: ShardId) -> tuple[Source, ...]:
         """Return the ordered sources of a shard that `worker` must get; empty if kept."""
         return self._sources.get((worker, shard), ())
+
+
+def _unpack(packed: bytes) -> TransferSchedule:
+    """Return the schedule that `TransferSchedule.__reduce__` has packed."""
+    return TransferSchedule(*pickle.loads(zlib.decompress(packed)))
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,15 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayError
 
 from autohet.driver.ray.agents.agent_calls import AgentReport
-from autohet.driver.ray.observer import BEATS
+from autohet.driver.ray.observer import BEATS, all_train
 from autohet.driver.ray.reports import report_server
 from autohet.driver.ray.reports.newest_reports import LAST_WORDS_S, Reports
 from autohet.driver.ray.reports.report_server import ReportServer
 from autohet.driver.ray.reports.silence import LONGEST_TICK_S
 from autohet.driver.ray.reports.wake_up import WakeUp
+from autohet.driver.ray.worker_losses import WorkerLosses
 from autohet.driver.sources.protocol import Sign
+from autohet.runtime.job.elastic import ElasticSection
 from autohet.runtime.messages import AgentEndpoint, Phase, StateTransfer, WorkerReport
 from autohet.runtime.process import report_channel
 from autohet.runtime.process.report_channel import (
@@ -770,3 +772,48 @@ def test_a_driver_that_cannot_be_reached_is_said_once(
     time.sleep(0.3)
     sender.close()
     assert caplog.text.count("takes no reports") == 1
+
+
+def test_workers_that_the_plan_does_not_use_leave_the_driver_calm() -> None:
+    """Wrong: one idle worker of a thousand makes the driver look twenty times a second."""
+    idle = {Phase.IDLE, Phase.RELEASED}
+    assert all_train({Phase.TRAINING})
+    assert all_train({Phase.TRAINING, *idle})
+    assert not all_train({*idle})
+    assert not all_train({Phase.TRAINING, None})
+    for phase in set(Phase) - {Phase.TRAINING, *idle}:
+        assert not all_train({Phase.TRAINING, phase})
+
+
+@pytest.mark.parametrize(
+    ("error", "later_s", "is_lost"),
+    [("PeerLost: world", 0.1, True), ("PeerLost: world", 2.0, False), ("Interrupted", 0.1, False)],
+)
+def test_a_connection_that_ends_as_others_lose_a_peer_is_a_death(
+    error: str, later_s: float, is_lost: bool
+) -> None:
+    """Wrong: all wait for Ray to name the dead; or whoever loses its connection is dead."""
+    clock = Clock()
+    with reports(clock) as running:
+        losses = WorkerLosses(ElasticSection().timeouts(), SimpleNamespace(), running)  # type: ignore[arg-type]
+        losses.freezes.frozen = lambda *_: {}  # type: ignore[method-assign]
+        report = WorkerReport("a/0", 1, 1, Phase.TRAINING, 0, 1)
+        clients = {}
+        for worker in ("a/0", "b/0"):
+            clients[worker] = Client(running.expect(worker), running.server).greet()
+        for worker, client in clients.items():
+            client.socket.sendall(client.news(1, replace(report, worker=worker)))
+        listen(running, lambda: all(each.value for each in running.answers.values()))
+        clients["a/0"].socket.close()
+        listen(running, lambda: running.answers["a/0"].broke_off_at is not None)
+        losses.find({}, clock.now)
+        assert not losses.by_worker, "the network may have ended it"
+        clock.now += later_s
+        running.listen()
+        halted = replace(report, worker="b/0", phase=Phase.HALTED, error=error)
+        clients["b/0"].socket.sendall(clients["b/0"].news(2, halted))
+        listen(running, lambda: running.answers["b/0"].value.error == error)
+        losses.find({}, clock.now)
+        assert set(losses.by_worker) == ({"a/0"} if is_lost else set())
+        clients["a/0"] = Client(clients["a/0"].address, running.server).greet()
+        listen(running, lambda: running.answers["a/0"].broke_off_at is None)

@@ -164,7 +164,7 @@ class StruckRun:
         self._sent_at: float | None = None
         self._claimed_step: float = math.inf
         self._wrap_driver()
-        for name, num_gpus in (nodes or dict(NODES)).items():
+        for name, num_gpus in (NODES if nodes is None else nodes).items():
             self.fleet.add(name, node_type(num_gpus))
 
     # the strike

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
@@ -103,3 +105,23 @@ def test_shard_views_check_the_state() -> None:
     del state["param/layers.0.norm"]
     with pytest.raises(ValueError, match=r"layers\.0\.norm"):
         shard_views(case.layout.tensors, shards, state)
+
+
+def test_a_pickled_layout_is_equal_and_takes_no_derived_values_along() -> None:
+    """Wrong: orders to a thousand workers carry what the driver has derived from the layout."""
+    specs = {spec.name: spec for spec in (SCALAR, UNCUT, COLUMNS, ROWS)}
+    everything = frozenset(shard for spec in specs.values() for shard in spec.shards)
+    some = frozenset({ShardId(ROWS.name, 2), ShardId(SCALAR.name, 0)})
+    workers = {f"n{number}/0": everything for number in range(50)}
+    layout = Layout(specs, {**workers, "some/0": some, "none/0": frozenset()})
+    packed = pickle.dumps(layout)
+    for shard in layout.shards:
+        assert layout.holders(shard)
+        layout.shard_bytes(shard)
+    assert layout.units_of("some/0") == {SCALAR.name: (0,), ROWS.name: (2,)}
+    assert pickle.dumps(layout) == packed
+    found = pickle.loads(packed)
+    assert found == layout
+    assert list(found.tensors) == list(layout.tensors)
+    assert found.shards_by_worker["n1/0"] is found.shards_by_worker["n49/0"]
+    assert len(packed) < 1000

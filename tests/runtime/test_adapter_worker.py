@@ -27,7 +27,7 @@ from autohet.runtime.models.registry import family_of
 from autohet.runtime.state.frozen import FrozenWeights, first_weights
 from autohet.runtime.step.batches import Batches
 from autohet.runtime.step.reference import train_reference
-from autohet.runtime.step.replica_check import HeldReplicas, ReplicaCheck
+from autohet.runtime.step.replica_check import Comparison, ReplicaCheck
 from autohet.runtime.worker import Worker
 from planner.errors import ConfigError
 from planner.plans.plan import Plan
@@ -270,9 +270,7 @@ def test_a_flipped_bit_of_a_frozen_weight_shows_in_the_vote_and_is_read_again(jo
         total = 0.0
         for worker, frozen in held.items():
             tensors = {f"frozen/{name}": tensor for name, tensor in frozen.tensors.items()}
-            total += ReplicaCheck(HeldReplicas(worker, layout, tensors), world, 1, {}).contribution(
-                0
-            )
+            total += ReplicaCheck(Comparison(worker, layout), tensors, world, 1).contribution(0)
         return total
 
     name = "model.layers.0.self_attn.o_proj.weight"

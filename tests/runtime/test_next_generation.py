@@ -15,6 +15,8 @@ from torch.distributed import TCPStore
 from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GroupTimeouts, Interrupted
 from autohet.runtime.groups.generation import BACK_ENDS
+from autohet.runtime.groups.gloo import GlooGroup
+from autohet.runtime.job import ModelSection, TrainingSection
 from autohet.runtime.messages import (
     WITHDRAWN,
     GenerationOrder,
@@ -24,13 +26,17 @@ from autohet.runtime.messages import (
     WorkerPlace,
 )
 from autohet.runtime.models.config import load_config
+from autohet.runtime.step.generation import TrainingSetup
 from autohet.runtime.step.next_generation import NextGeneration
+from autohet.runtime.step.stage_parts import StageParts
 from autohet.runtime.step.trainer import StageTrainer
 from autohet.runtime.step.votes import PLACES, Voter
 from autohet.runtime.worker import Worker
 from planner.plans.plan import Pipeline, Plan, Stage
+from recovery.state.layout import Layout
 from tests.harness.deferred_group import DeferredGroup
 from tests.harness.exact_job import BATCH, LENGTH, exact_job
+from tests.harness.tiny_models import TINY
 from tests.harness.waits import HANG_S
 
 PLAN = Plan("exact", BATCH, 1, LENGTH, (Pipeline((Stage(0, 4, ("one/0",)),), BATCH, 1),))
@@ -197,7 +203,9 @@ def test_a_worker_withdraws_until_it_has_voted(
         following._newest.groups.meet = lambda *_: following.withdraw(1)  # type: ignore
     groups: Any = SimpleNamespace(alive=torch.ones(1))
     voter = Voter(groups, groups, torch.device("cpu"), counts_loss=False)
-    order: Any = SimpleNamespace(generation=1, participants=("one/0",), start_step=8)
+    order: Any = SimpleNamespace(
+        generation=1, participants=("one/0",), start_step=8, layout=Layout({}, {})
+    )
     following.follow(order, voter)
     wait_until(lambda: not any(thread.name == "cut-over" for thread in threading.enumerate()))
     votes = []
@@ -210,3 +218,39 @@ def test_a_worker_withdraws_until_it_has_voted(
     following.withdraw(1)
     assert votes == [0, withdrawn_at == 8]
     assert following.outcome == Prepared(1, None if withdrawn_at == 8 else WITHDRAWN)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("stage_index", [0, 1, 2])
+def test_a_stage_that_was_warmed_up_computes_the_same_and_holds_nothing(
+    stage_index: int, dropout: float
+) -> None:
+    """Wrong: zeros stay loaded, or their gradients, or the process's generator moves."""
+    config = load_config(ModelSection(config={**TINY["gpt2"], "resid_pdrop": dropout}))
+    stages = tuple(Stage(index, 1, (f"n{index}/0",)) for index in range(3))
+    plan = Plan("gpt2", 2, 2, 8, (Pipeline(stages, 1, 2),))
+    section = TrainingSection(global_batch_sequences=2, sequence_length=8)
+    setup = TrainingSetup(config, section, torch.device("cpu"))
+    groups: Any = SimpleNamespace(me=f"n{stage_index}/0", back_end=GlooGroup)
+    found = []
+    for warms_up in (False, True):
+        parts = StageParts.build(setup, plan, groups, with_groups=False)
+        if warms_up:
+            before = torch.get_rng_state()
+            parts.warm_up(setup)
+            assert torch.equal(torch.get_rng_state(), before)
+            assert all(each.is_meta for each in parts.stage.parameters())
+        draw = torch.Generator().manual_seed(1)
+        shapes = parts.stage.weights.local_shapes()
+        parts.stage.weights.load({n: torch.randn(s, generator=draw) for n, s in shapes.items()})
+        if parts.stage.dropout.drops:
+            parts.stage.dropout.draw(1, [4, 5])
+        tokens = torch.arange(16).view(2, 8)
+        states = torch.randn(2, 8, config.hidden_size, generator=draw)
+        x = states.to(parts.dtypes.compute) if stage_index else tokens
+        result = parts.stage.loss(x, tokens) if stage_index == 2 else parts.stage(x).sum()
+        result.backward()
+        gradients = [each.grad for each in parts.stage.weights.local_parameters().values()]
+        found.append([result.detach(), *gradients])
+    for plain, warmed in zip(*found, strict=True):
+        assert torch.equal(plain, warmed)

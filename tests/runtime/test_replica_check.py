@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autohet.runtime.step import replica_check
-from autohet.runtime.step.replica_check import HeldReplicas, ReplicaCheck, judge
+from autohet.runtime.step.replica_check import Comparison, ReplicaCheck, judge
 from recovery.state.layout import Layout, ShardId, TensorSpec
 from recovery.state.slices import unit_views
 
@@ -52,7 +52,7 @@ def votes(layout: Layout, states: Any, every: int = 1, step: int = 0) -> float:
     layers = {f"t{i}": i for i in range(99)}
     world: Any = None
     return sum(
-        ReplicaCheck(HeldReplicas(w, layout, states[w]), world, every, layers).contribution(step)
+        ReplicaCheck(Comparison(w, layout, layers), states[w], world, every).contribution(step)
         for w in layout.workers
     )
 
@@ -84,7 +84,7 @@ def test_sums_stay_exact_however_many_shards_there_are(monkeypatch: pytest.Monke
     monkeypatch.setattr(replica_check, "EXACT_BITS", 30)
     monkeypatch.setattr(replica_check, "checksums", lambda pieces: [(1 << 64) - 1] * len(pieces))
     check = [
-        ReplicaCheck(HeldReplicas(w, layout, states[w]), None, 1, {})  # type: ignore[arg-type]
+        ReplicaCheck(Comparison(w, layout), states[w], None, 1)  # type: ignore[arg-type]
         for w in layout.workers
     ]
     parts = [each.contribution(0) for each in check]

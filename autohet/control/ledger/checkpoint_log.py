@@ -274,9 +274,12 @@ class CheckpointLog:
         which it was the node's first.
         """
         for worker, report in seen.reports.items():
+            reasons = {
+                "memory_shortage": report.memory_shortage,
+                "compile_fallback": report.compile_fallback,
+            }
             node = node_of(worker)
-            for kind in ("memory_shortage", "compile_fallback"):
-                reason = getattr(report, kind)
+            for kind, reason in reasons.items():
                 if reason is None or (node, reason) in self._warned:
                     continue
                 self._warned.add((node, reason))

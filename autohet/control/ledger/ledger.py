@@ -146,12 +146,13 @@ def _newest_vote(known: _SeenVote | None, report: WorkerReport) -> _SeenVote | N
     Votes of a generation that is not known to be ready count, too: if it dies before that, it may
     have run a step.
     """
-    if report.vote is None or report.live_generation is None:
+    vote = report.vote
+    generation = report.live_generation
+    if vote is None or generation is None:
         return known
-    new = _SeenVote(report.live_generation, report.vote)
-    if known is not None and (new.generation, new.step) <= (known.generation, known.step):
+    if known is not None and (generation, vote[0]) <= (known.generation, known.vote[0]):
         return known
-    return new
+    return _SeenVote(generation, vote)
 
 
 def _usual_s(record: StepRecord, change: Change | None) -> float:

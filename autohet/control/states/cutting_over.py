@@ -121,7 +121,8 @@ def name_step(preparing: Preparing, memory: JobMemory, seen: Observation) -> Dec
     measured_s = memory.ledger.measured_step_s(memory.generation)
     step_s = measured_s or memory.proposal.predicted_step_s
     step = committed + 2 + int(LEAD_S / max(step_s, 1e-3))
-    lead_s = (step + 1 - committed) * step_s
+    # The step after the committed ones is in flight: the cut-over comes no later than this.
+    lead_s = (step - committed) * step_s
     limits = memory.job.elastic.timeouts(preparing.proposal.predicted_step_s)
     end = memory.ledger.last_step
     if end is None or step >= end or lead_s >= limits.step_s:

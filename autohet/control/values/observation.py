@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from planner.inputs.fleet import Fleet, Node, NodeType, node_of
@@ -77,7 +78,7 @@ class NodeView:
         has_data = self.data is None or self.data.ready
         return self.endpoint is not None and has_data
 
-    @property
+    @cached_property
     def workers(self) -> tuple[str, ...]:
         """Names of the workers of its GPUs."""
         indices = range(self.node_type.num_gpus)

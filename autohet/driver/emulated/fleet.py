@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 from ray._private import services, utils
+from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray._raylet import NODE_TYPE_NAME_ENV  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster as LocalCluster
 
@@ -133,6 +134,9 @@ class EmulatedFleet:
         """Kill the machine at once, with its host memory and its disk."""
         assert self.cluster is not None
         node = self.nodes.pop(name)
+        # Left alone, they would end a second after their raylet.
+        for process_id in _worker_processes(node.ray_node):
+            _signal(process_id, signal.SIGKILL)
         self.cluster.remove_node(node.ray_node, allow_graceful=False)
         self._erase(name)
 
@@ -147,9 +151,7 @@ class EmulatedFleet:
 
     def freeze(self, process_id: int) -> None:
         """Freeze a worker's process, so that it stops answering without ending."""
-        # It may have ended meanwhile.
-        with suppress(ProcessLookupError):
-            os.kill(process_id, signal.SIGSTOP)
+        _signal(process_id, signal.SIGSTOP)
 
     def doom(self, name: str, at: float) -> None:
         """Schedule the machine's end for `at` (this process's clock), whatever runs there."""
@@ -174,6 +176,21 @@ class EmulatedFleet:
         for name in self.nodes:
             self._erase(name)
         self.nodes.clear()
+
+
+def _signal(process_id: int, number: signal.Signals) -> None:
+    """Send a signal to a process, which may have ended meanwhile."""
+    with suppress(ProcessLookupError):
+        os.kill(process_id, number)
+
+
+def _worker_processes(ray_node: Any) -> list[int]:
+    """Return the ids of the processes that a machine's raylet has started."""
+    found: list[int] = []
+    for raylet in ray_node.all_processes.get(PROCESS_TYPE_RAYLET, ()):
+        for path in Path(f"/proc/{raylet.process.pid}/task").glob("*/children"):
+            found += map(int, path.read_text().split())
+    return found
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -232,7 +232,8 @@ class RayObserver:
     def is_calm(self) -> bool:
         """Return true if nothing changes: a long tick is enough.
 
-        All workers train, no node leaves or is suspected, and no agent has an answer due.
+        All workers train or are not used, no node leaves or is suspected, and no agent has an
+        answer due.
         """
         is_suspicious = (
             self.agent_reports.await_words
@@ -244,10 +245,8 @@ class RayObserver:
         if self.inventories.asked or self.agent_commands.waiting:
             return False
 
-        for answer in self.worker_reports.answers.values():
-            if answer.value is None or answer.value.phase is not Phase.TRAINING:
-                return False
-        return True
+        answers = self.worker_reports.answers.values()
+        return all_train({None if each.value is None else each.value.phase for each in answers})
 
     def take_reports(self, now: float) -> dict[str, WorkerReport]:
         """Return the newest report of each worker, with all its news since the last call.
@@ -331,6 +330,14 @@ class RayObserver:
             self.launches.close()
         self._prices.close()
         self.rendezvous.close()
+
+
+def all_train(phases: Set[Phase | None]) -> bool:
+    """Return True if workers in these phases train, beside workers that the plan does not use.
+
+    None: a worker that has not reported yet.
+    """
+    return Phase.TRAINING in phases and phases <= {Phase.TRAINING, Phase.IDLE, Phase.RELEASED}
 
 
 def _watched_node(name: str, node: ray_cluster.RayNode, answer: LatestReport | None) -> WatchedNode:

@@ -11,11 +11,17 @@ from autohet.driver.ray.agents.agent_calls import AgentCalls
 from autohet.driver.ray.recent_failures import RecentFailures
 from autohet.driver.ray.reports.newest_reports import LatestReport, Reports
 from autohet.driver.ray.reports.silence import FreezeDetector, Heard
+from autohet.runtime.groups.errors import PeerLost
 from autohet.runtime.job.elastic import Timeouts
+from autohet.runtime.messages import Phase
 from planner.inputs.fleet import node_of
 
 MAX_WORKER_STARTS = 3
 """Starts of a worker that dies each time before its first word."""
+
+
+TOGETHER_S = 0.5
+"""Seconds between two signs of one death: the end of a connection, and its peers' reports."""
 
 
 class WorkerLosses:
@@ -43,6 +49,8 @@ class WorkerLosses:
         for worker, answer in self._reports.answers.items():
             if worker not in self.by_worker:
                 self._check(worker, answer, now)
+                if answer.broke_off_at is not None:
+                    self._check_connection(worker, answer.broke_off_at, now)
             if answer.heard_at is not None and worker not in self.by_worker:
                 heard.append(Heard(worker, answer.value.process_id, answer.heard_at))
         for worker, reason in self.freezes.frozen(heard, agents, now).items():
@@ -66,6 +74,17 @@ class WorkerLosses:
         if silent_s > limit_s:
             self.lose(worker, f"said nothing for {silent_s:.1f} s", now)
 
+    def _check_connection(self, worker: str, broke_off_at: float, now: float) -> None:
+        """Lose a worker whose connection ended when others lost contact with a peer.
+
+        Ray may name the dead process a second later. Either sign alone may be the network's.
+        """
+        for answer in self._reports.answers.values():
+            halted_at = _peer_lost_at(answer)
+            if halted_at is not None and abs(broke_off_at - halted_at) <= TOGETHER_S:
+                self.lose(worker, "its connection ended as others lost contact with a peer", now)
+                return
+
     def lose(self, worker: str, reason: str, now: float) -> None:
         heard_at = now
         answer = self._reports.answers.get(worker)
@@ -83,3 +102,12 @@ class WorkerLosses:
         for worker in workers:
             if worker in self.by_worker and self.by_worker[worker].for_good:
                 del self.by_worker[worker]
+
+
+def _peer_lost_at(answer: LatestReport) -> float | None:
+    """Return the time at which a worker reported that it lost a peer; None if it has not."""
+    report = answer.value
+    if report is None or report.phase is not Phase.HALTED:
+        return None
+    has_lost_a_peer = (report.error or "").startswith(PeerLost.__name__)
+    return answer.told_at if has_lost_a_peer else None

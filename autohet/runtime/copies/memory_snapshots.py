@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from autohet.runtime.messages import GenerationOrder, WorkerPlace
 from planner.inputs.fleet import node_of
 from recovery.errors import SnapshotError
 from recovery.local.agent_store import write_copies_limit
-from recovery.local.memory_budget import capacity_of, memory_remedy, share_out
+from recovery.local.memory_budget import Budget, capacity_of, memory_remedy, share_out
 from recovery.local.snapshot import SnapshotLease, SnapshotOptions, SnapshotWriter
 from recovery.state.layout import ShardId
 
@@ -81,11 +82,8 @@ class MemorySnapshots:
         """
         self.shortage = None
         place = self._place
-        nodes = {worker: node_of(worker) for worker in order.layout.workers}
         try:
-            node = nodes[place.worker]
-            capacity = capacity_of(place.memory_directory, _offloaded_bytes(order, node))
-            budget = share_out(node, order.layout, nodes, capacity, replicates=order.replicates)
+            budget = self._find_budget(order)
             write_copies_limit(place.memory_directory, budget.copies_bytes)
         except OSError as error:
             reason = error.strerror or error
@@ -100,6 +98,20 @@ class MemorySnapshots:
                 self.shortage = f"{budget.sentence}. {remedy}"
                 logger.warning(self.shortage)
         return budget.shards_by_worker[place.worker]
+
+    def _find_budget(self, order: GenerationOrder) -> Budget:
+        """Raises OSError."""
+        place = self._place
+        nodes = {worker: node_of(worker) for worker in order.layout.workers}
+        node = nodes[place.worker]
+        capacity = capacity_of(place.memory_directory, _offloaded_bytes(order, node))
+        return share_out(node, order.layout, nodes, capacity, replicates=order.replicates)
+
+    def plan(self, order: GenerationOrder) -> None:
+        """Compute ahead what `begin` then finds in the order's layout."""
+        if self._every:
+            with suppress(OSError):
+                self._find_budget(order)
 
     def _make_writer(self, order: GenerationOrder) -> SnapshotWriter | None:
         """Return the writer of snapshots; None if the node's budget has no shard for it.

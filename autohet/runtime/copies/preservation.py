@@ -51,6 +51,15 @@ class Preservation:
         self._newest_durable: int | None = None
         """Steps that `keep` was last called with in this generation, and made durable."""
 
+    def plan(self, order: GenerationOrder) -> None:
+        """Compute ahead what a cut-over to this order needs of its layout, which keeps it."""
+        layout = order.layout
+        if self.place.worker in layout.shards_by_worker:
+            self.snapshots.plan(order)
+            layout.units_of(self.place.worker)
+            for shard in layout.shards:
+                layout.shard_bytes(shard)
+
     def begin(self, order: GenerationOrder) -> None:
         """Begin a generation, whose layout decides what this worker keeps and writes."""
         self._close_writers()

@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torch.distributed import Store
 
@@ -44,10 +45,13 @@ class _Building:
 
     order: PreparationOrder
     connector: StoreConnector
+    warms_up: bool
     is_dropped: bool = False
     groups: GenerationGroups | None = None
     parts: StageParts | None = None
     outcome: Prepared | None = None
+    is_warm: threading.Event = field(default_factory=threading.Event)
+    """Set once nothing uses the parts any more."""
     ballot: tuple[Voter, int] | None = None
     """Voter of the generation that trains, and the step of the cut-over, once there are orders."""
 
@@ -75,10 +79,18 @@ class NextGeneration:
     """Owner of at most one prepared generation; any thread may call it.
 
     timeouts: deadline of the members' meeting, and of an operation where the order names none.
+    plan_ahead: computes what depends on an order alone, before its generation begins.
     """
 
-    def __init__(self, me: str, setup: TrainingSetup, timeouts: GroupTimeouts) -> None:
+    def __init__(
+        self,
+        me: str,
+        setup: TrainingSetup,
+        timeouts: GroupTimeouts,
+        plan_ahead: Callable[[GenerationOrder], None] = lambda order: None,
+    ) -> None:
         self._me = me
+        self._plan_ahead = plan_ahead
         self._setup = setup
         self._timeouts = timeouts
         self._lock = threading.Lock()
@@ -92,9 +104,12 @@ class NextGeneration:
         newest = self._newest
         return None if newest is None else newest.outcome
 
-    def begin(self, order: PreparationOrder) -> None:
-        """Begin to prepare a generation, in a thread; what was prepared before is dropped."""
-        new = _Building(order, StoreConnector(self._timeouts.rendezvous_s))
+    def begin(self, order: PreparationOrder, *, warms_up: bool = False) -> None:
+        """Begin to prepare a generation, in a thread; what was prepared before is dropped.
+
+        warms_up: this worker has not trained yet, so that its first pass would be slow.
+        """
+        new = _Building(order, StoreConnector(self._timeouts.rendezvous_s), warms_up)
         with self._lock:
             newest = self._newest
             if newest is not None and newest.order.generation >= order.generation:
@@ -131,6 +146,7 @@ class NextGeneration:
             return None
         if newest.groups is None:
             return None
+        newest.is_warm.wait(self._timeouts.rendezvous_s)
         return Ready(newest.groups, newest.parts, newest.connector)
 
     def follow(self, order: GenerationOrder, voter: Voter) -> None:
@@ -153,6 +169,7 @@ class NextGeneration:
         assert building.groups is not None
         assert building.ballot is not None
         try:
+            self._plan_ahead(order)
             building.groups.meet(order.participants, READY)
         except (Interrupted, PeerLost, RuntimeError) as error:
             logger.info("generation %d does not begin: %s", order.generation, error)
@@ -179,6 +196,14 @@ class NextGeneration:
             if not building.is_dropped:
                 logger.info("generation %d: %s", order.generation, traceback.format_exc())
         building.outcome = Prepared(order.generation, error)
+        # Only now: the others need not wait for it, and the orders take two steps more.
+        try:
+            if building.warms_up and building.parts is not None and not building.is_dropped:
+                building.parts.warm_up(self._setup)
+        except Exception:  # noqa: BLE001 (the first pass is slow then)
+            logger.info("generation %d: %s", order.generation, traceback.format_exc())
+        finally:
+            building.is_warm.set()
 
     def _build(self, building: _Building, store: Store) -> None:
         """Meet the other workers and build what can be built ahead.

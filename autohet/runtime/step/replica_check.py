@@ -57,13 +57,30 @@ class _Shared:
     holders: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class HeldReplicas:
-    """Shards of the layout that one worker holds: its local tensors by state name."""
+class Comparison:
+    """Shards of a layout that several workers hold, and which of them `worker` holds.
 
-    worker: str
-    layout: Layout
-    state: Mapping[str, Tensor]
+    layer_of: a parameter's layer, for messages.
+    """
+
+    def __init__(
+        self, worker: str, layout: Layout, layer_of: Mapping[str, int | str] | None = None
+    ) -> None:
+        self.worker = worker
+        self.layout = layout
+        self.layer_of = layer_of or {}
+        self.units = layout.units_of(worker)
+        self.shared: list[_Shared] = []
+        for shard in sorted(layout.shards):
+            holders = layout.holders(shard)
+            if len(holders) > 1:
+                self.shared.append(_Shared(shard, holders))
+        self.mine: list[int] = []
+        """Places in `shared` of the shards that this worker holds."""
+        for index, each in enumerate(self.shared):
+            if worker in each.holders:
+                self.mine.append(index)
+        self.mask = exact_mask(len(each.holders) for each in self.shared)
 
 
 class ReplicaCheck:
@@ -72,40 +89,26 @@ class ReplicaCheck:
     Each vote asks for `contribution`. After a vote that reports a mismatch, all workers call
     `repair`.
 
-    layer_of: a parameter's layer, for messages. reload: reads frozen weights of this worker from
-    the origin again, in place.
+    compared: as all workers have it, each for itself. state: this worker's local tensors by state
+    name. reload: reads frozen weights of this worker from the origin again, in place.
     """
 
     def __init__(
         self,
-        held: HeldReplicas,
+        compared: Comparison,
+        state: Mapping[str, Tensor],
         world: Group,
         every_steps: int,
-        layer_of: Mapping[str, int | str],
         reload: Callable[[Collection[str]], None] = lambda parameters: None,
     ) -> None:
         self._reload = reload
-        layout = held.layout
-        self._me = held.worker
-        self._layout = layout
-        self._state = held.state
+        self._compared = compared
+        self._shared = compared.shared
+        self._mine = compared.mine
+        self._me = compared.worker
+        self._state = state
         self._world = world
         self._every = every_steps
-        self._layer_of = layer_of
-        self._units = layout.units_of(held.worker)
-
-        self._shared: list[_Shared] = []
-        for shard in sorted(layout.shards):
-            holders = layout.holders(shard)
-            if len(holders) > 1:
-                self._shared.append(_Shared(shard, holders))
-        self._mine: list[int] = []
-        """Places in `_shared` of the shards that this worker holds."""
-        for index, each in enumerate(self._shared):
-            if held.worker in each.holders:
-                self._mine.append(index)
-
-        self._mask = exact_mask(len(each.holders) for each in self._shared)
         self._is_requested = False
 
     def contribution(self, step: int) -> float:
@@ -119,7 +122,8 @@ class ReplicaCheck:
         self._is_requested = False
         total = 0
         for index, checksum in zip(self._mine, self._checksums(), strict=True):
-            total += signed_part(self._shared[index].holders, self._me, checksum & self._mask)
+            masked = checksum & self._compared.mask
+            total += signed_part(self._shared[index].holders, self._me, masked)
         return float(total)
 
     def request(self) -> None:
@@ -135,8 +139,8 @@ class ReplicaCheck:
         return checksums(contents)
 
     def _view(self, shard: ShardId) -> Tensor:
-        spec = self._layout.tensors[shard.tensor]
-        units = self._units[shard.tensor]
+        spec = self._compared.layout.tensors[shard.tensor]
+        units = self._compared.units[shard.tensor]
         by_unit = unit_views(spec, units, self._state[shard.tensor])
         return by_unit[shard.unit]
 
@@ -174,7 +178,7 @@ class ReplicaCheck:
     def _mismatch(
         self, step: int, shard: ShardId, workers: tuple[str, ...], owner: str
     ) -> ReplicaMismatch:
-        layer = self._layer_of[parameter_name(shard.tensor)]
+        layer = self._compared.layer_of[parameter_name(shard.tensor)]
         return ReplicaMismatch(step, shard.tensor, shard.unit, layer, workers, owner, self._every)
 
     def _reload_frozen(self, table: Tensor) -> Tensor:

@@ -14,13 +14,15 @@ from autohet.runtime.models.layers.adapters import without_any_dropout
 from autohet.runtime.models.layers.fp8 import check_fp8, use_fp8
 from autohet.runtime.models.layers.loss_terms import LossTerms
 from autohet.runtime.models.layers.tensor_parallel import TensorParallel
-from autohet.runtime.models.registry import family_of
-from autohet.runtime.models.stages.kernels import use_library
+from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD
+from autohet.runtime.models.registry import family_of, held_specs
+from autohet.runtime.models.stages.kernels import compile_blocks, use_library, wants_compiled
 from autohet.runtime.models.stages.stage import StageModel, build_stage
 from autohet.runtime.parallel.buckets import LocalBuffers
 from autohet.runtime.parallel.place import Place, place_of
 from autohet.runtime.parallel.stage_dtypes import StageDtypes
 from autohet.runtime.step.generation import TrainingSetup
+from autohet.runtime.step.replica_check import Comparison
 from planner.plans.communicators import num_border_groups
 from planner.plans.plan import Plan
 from recovery.state.layout import Layout
@@ -67,8 +69,8 @@ class StageParts:
     """Groups of the stage; None: they are built once the workers stand."""
     stage: StageModel
     local: LocalBuffers
-    replicas: Layout | None
-    """Layout of all that the check of replicas compares; None: the job has none."""
+    replicas: Comparison | None
+    """All that the check of replicas compares; None: the job has none."""
 
     @classmethod
     def build(
@@ -91,8 +93,35 @@ class StageParts:
         local = LocalBuffers(plan, setup.config, groups.me, groups.back_end.max_sync_groups(plan))
         replicas = None
         if setup.training.replica_check_steps:
-            replicas = _replicas(plan, setup)
+            replicas = _replicas(plan, setup, groups.me)
         return cls(place, dtypes, stage_groups, stage, local, replicas)
+
+    def warm_up(self, setup: TrainingSetup) -> None:
+        """Run one microbatch of zeros through the stage, with weights of zeros that are then freed.
+
+        The first pass of a process loads kernels, starts threads and compiles. No-op for stages
+        that communicate or count tokens.
+        """
+        place = self.place
+        stage = self.stage
+        if not isinstance(stage, StageModel) or place.tp_degree > 1:
+            return
+        if stage.spec.family.has_experts:
+            return
+        shapes = stage.weights.local_shapes()
+        stage.weights.load({name: torch.zeros(shape) for name, shape in shapes.items()})
+        rows = place.pipeline.microbatch_sequences
+        shape = (rows, setup.training.sequence_length)
+        tokens = torch.zeros(shape, dtype=torch.int64, device=setup.device)
+        x = tokens
+        if not place.is_first:
+            size = (*shape, int(setup.config.hidden_size))
+            x = torch.zeros(size, dtype=self.dtypes.compute, device=setup.device).requires_grad_()
+        if stage.dropout.drops:
+            stage.dropout.draw(setup.training.seed, range(rows))
+        result = stage.loss(x, tokens) if place.is_last else stage(x).sum()
+        result.backward()
+        stage.weights.unload()
 
     def build_sync_groups(self, groups: GenerationGroups) -> None:
         """Build the groups of gradient sums, which the trainer then finds."""
@@ -100,14 +129,18 @@ class StageParts:
             groups.group(members)
 
 
-def _replicas(plan: Plan, setup: TrainingSetup) -> Layout:
-    """Return the layout of the training state and of frozen weights, which are compared alike."""
+def _replicas(plan: Plan, setup: TrainingSetup, me: str) -> Comparison:
+    """Return what is compared of the training state and of frozen weights, which count alike."""
     state = layout_of_plan(plan, setup.config)
     frozen = frozen_layout(plan, setup.config, COMPUTE_DTYPES[setup.training.precision])
     shards_by_worker = {}
     for worker, shards in state.shards_by_worker.items():
         shards_by_worker[worker] = shards | frozen.shards_by_worker[worker]
-    return Layout({**state.tensors, **frozen.tensors}, shards_by_worker)
+    layout = Layout({**state.tensors, **frozen.tensors}, shards_by_worker)
+    ends = {EMBEDDING: "embedding", HEAD: "head"}
+    specs = held_specs(setup.config)
+    layers = {name: ends.get(spec.layer, spec.layer) for name, spec in specs.items()}
+    return Comparison(me, layout, layers)
 
 
 def _build_stage(
@@ -140,4 +173,7 @@ def _build_stage(
         training.balance_weight,
         counts_tokens=training.router_balance == "bias",
     )
+    # Isolated documents change shapes with each microbatch: code is compiled for one shape.
+    if setup.begins is None and wants_compiled(training.compile_blocks, built):
+        compile_blocks(built)
     return built

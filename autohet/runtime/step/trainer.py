@@ -15,11 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from autohet.runtime.facts.layout import FROZEN, state_name
-from autohet.runtime.groups import Group, Interrupted, PeerLost
+from autohet.runtime.groups import Interrupted, PeerLost
 from autohet.runtime.groups.gate import Gate
-from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD
-from autohet.runtime.models.registry import held_specs
-from autohet.runtime.models.stages.kernels import compile_blocks, wants_compiled
 from autohet.runtime.models.stages.stage import StageModel
 from autohet.runtime.parallel.borders import Borders, HiddenStates
 from autohet.runtime.parallel.compute_weights import ComputeWeights
@@ -36,12 +33,11 @@ from autohet.runtime.step.audit import Audit
 from autohet.runtime.step.batches import EvaluationRows
 from autohet.runtime.step.generation import NO_HOOKS, TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.pacing import Pacer
-from autohet.runtime.step.replica_check import HeldReplicas, ReplicaCheck
+from autohet.runtime.step.replica_check import ReplicaCheck
 from autohet.runtime.step.row_count import RowCount
 from autohet.runtime.step.stage_parts import StageGroups, StageParts
 from autohet.runtime.step.step_commit import KeptPasses, Trainer
 from autohet.runtime.step.votes import Vote
-from recovery.state.layout import Layout
 
 logger = logging.getLogger("autohet.worker")
 
@@ -100,9 +96,6 @@ class StageTrainer(Trainer):
         """Marks of the stream around what the last step did before its passes, by part."""
         self.stage.weights.load({**generation.frozen, **self._weights.tensors})
         self._has_dropout = self.stage.dropout.drops
-        # Isolated documents change shapes with each microbatch: code is compiled for one shape.
-        if setup.begins is None and wants_compiled(setup.training.compile_blocks, self.stage):
-            compile_blocks(self.stage)
         overlap = setup.overlap
         if overlap is None:
             most = back_end.max_sync_groups(plan)
@@ -125,7 +118,10 @@ class StageTrainer(Trainer):
         if setup.training.replica_check_steps:
             reload = partial(_reload_frozen, generation, self.stage)
             assert parts.replicas is not None
-            self.replicas = _replica_check(setup, generation, groups.world, parts.replicas, reload)
+            weights = {state_name(FROZEN, name): held for name, held in generation.frozen.items()}
+            state = ChainMap(self.state, weights)
+            every = setup.training.replica_check_steps
+            self.replicas = ReplicaCheck(parts.replicas, state, groups.world, every, reload)
         # A family may bring stages of its own, as all workers see alike.
         if setup.training.audit_every and isinstance(self.stage, StageModel):
             self.audit = Audit(setup.training, plan, me, groups.world, self.stage)
@@ -343,20 +339,3 @@ def _reload_frozen(generation: WorkerGeneration, stage: StageModel, names: Colle
     """Read frozen weights from their origin again, also into the stage's copies of them."""
     generation.reload_frozen(names)
     stage.weights.renew_copies({name: generation.frozen[name] for name in names})
-
-
-def _replica_check(
-    setup: TrainingSetup,
-    generation: WorkerGeneration,
-    world: Group,
-    layout: Layout,
-    reload: Callable[[Collection[str]], None],
-) -> ReplicaCheck:
-    ends = {EMBEDDING: "embedding", HEAD: "head"}
-    specs = held_specs(setup.config)
-    layers = {name: ends.get(spec.layer, spec.layer) for name, spec in specs.items()}
-    weights = {state_name(FROZEN, name): held for name, held in generation.frozen.items()}
-    tensors = ChainMap(generation.state, weights)
-    every = setup.training.replica_check_steps
-    held = HeldReplicas(generation.worker, layout, tensors)
-    return ReplicaCheck(held, world, every, layers, reload)

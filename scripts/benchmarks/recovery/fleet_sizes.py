@@ -31,11 +31,12 @@ from autohet.control.values.observation import Loss, NodeView, Notice, Observati
 from autohet.driver.events.event_log import EventLog
 from autohet.driver.loop.background_search import BackgroundPlanning
 from autohet.driver.loop.controller import Controller
+from autohet.driver.ray.observer import all_train
 from autohet.driver.ray.reports.merge_reports import merge_reports
 from autohet.driver.ray.reports.report_server import ReportServer
 from autohet.driver.ray.reports.wake_up import WakeUp
 from autohet.driver.ray.store.rendezvous import Rendezvous
-from autohet.driver.ray.workforce import BUSY_GATHER_S, BUSY_TICK_S, CALM_GATHER_S, CALM_TICK_S
+from autohet.driver.ray.workforce import BUSY_GATHER_S, BUSY_TICK_S, CALM_TICK_S, calm_gather_s
 from autohet.runtime.facts.layout import layout_builder
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
@@ -298,10 +299,10 @@ class HostFleet(ScriptedWorkforce):
     def wait(self) -> None:
         """As `RayWorkforce.wait` does."""
         phases = {None if each is None else each.phase for each in self._reports.values()}
-        is_calm = phases == {Phase.TRAINING}
+        is_calm = all_train(phases)
         tick_s = min(CALM_TICK_S, BEAT_S) if is_calm else BUSY_TICK_S
         left_s = self._waited_at + tick_s - time.monotonic()
-        self._wake_up.wait(left_s, CALM_GATHER_S if is_calm else BUSY_GATHER_S)
+        self._wake_up.wait(left_s, calm_gather_s(len(self._reports)) if is_calm else BUSY_GATHER_S)
         self._waited_at = time.monotonic()
 
     def hire(self, workers: Sequence[str]) -> None:

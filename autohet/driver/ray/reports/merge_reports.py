@@ -30,18 +30,16 @@ def merge_reports(
     for worker, last in newest.items():
         if last is None:
             continue
-        words = fresh_by_worker.get(worker, [])
+        words = fresh_by_worker.get(worker)
         loss = losses.get(worker)
         if loss is not None and not (words and loss.seen_at > last_round):
             continue
-        reports[worker] = _with_news(last, words)
+        reports[worker] = _with_news(last, words) if words else last
     return reports
 
 
 def _with_news(last: WorkerReport, words: Sequence[WorkerReport]) -> WorkerReport:
     """Return the last report with the news of all of a worker's fresh reports."""
-    if not words:
-        return last
     news: dict[str, Any] = {}
     for part in DRAINED_FIELDS:
         entries: list[Any] = []

@@ -35,7 +35,8 @@ class LatestReport:
     """Newest report of one actor.
 
     `heard_at`: time of its last heartbeat or report. `told_at`: time at which `value` came. `error`
-    is set once the actor is known to be dead.
+    is set once the actor is known to be dead. `broke_off_at`: time at which its connection was
+    found ended; None while it has one.
     """
 
     asked_at: float
@@ -43,6 +44,7 @@ class LatestReport:
     value: Any = None
     error: str | None = None
     told_at: float | None = None
+    broke_off_at: float | None = None
 
 
 class Reports:
@@ -151,8 +153,13 @@ class Reports:
 
         for name in heard:
             answer = self.answers[self._keys[name]]
+            answer.broke_off_at = None
             # An actor is up once it has reported; heartbeats before that do not count.
             answer.heard_at = None if answer.value is None else now
+        for name in self.server.ended:
+            answer = self.answers[self._keys[name]]
+            if answer.broke_off_at is None:
+                answer.broke_off_at = now
         self._take_ends(now)
 
     def acknowledge(self) -> None:

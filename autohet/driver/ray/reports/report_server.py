@@ -107,6 +107,8 @@ class ReportServer:
         self._connections: dict[int, ReportConnection] = {}
         self._speakers: dict[str, ExpectedSender] = {}
         self._strangers: dict[ReportConnection, ReportConnection] = {}
+        self.ended: set[str] = set()
+        """Senders whose connection has ended, and that have made no other one."""
         self._short_until: float | None = None
         self._is_short = False
 
@@ -123,6 +125,7 @@ class ReportServer:
     def forget(self, name: str) -> None:
         self.disconnect(name)
         self._speakers.pop(name, None)
+        self.ended.discard(name)
 
     def disconnect(self, name: str) -> None:
         """End a sender's connection, as a network might; it makes another one."""
@@ -149,8 +152,19 @@ class ReportServer:
         news: list[News] = []
         ready = dict(self._poll.poll(0))
         for number, connection in list(self._connections.items()):
-            if number in ready or connection.name is not None:
-                self._read(connection, bool(ready.get(number, 0) & OVER), heard, news)
+            if number in ready:
+                self._read(connection, bool(ready[number] & OVER), heard, news)
+            elif connection.name is not None:
+                # Not reported as ready: nothing has come, or a heartbeat.
+                try:
+                    data = connection.socket.recv(READ_BYTES)
+                except OSError:
+                    continue
+                if data == BEAT and not connection.data:
+                    heard.add(connection.name)
+                elif data:
+                    connection.data += data
+                    self._read(connection, False, heard, news, has_input=True)
         if self._short_until is not None and time.monotonic() >= self._short_until:
             self._short_until = None
             self._poll.register(self.listener, select.EPOLLIN)
@@ -204,16 +218,22 @@ class ReportServer:
         accepted.send(connection.nonce)
 
     def _read(
-        self, connection: ReportConnection, ends: bool, heard: set[str], news: list[News]
+        self,
+        connection: ReportConnection,
+        ends: bool,
+        heard: set[str],
+        news: list[News],
+        *,
+        has_input: bool = False,
     ) -> None:
         """Read a connection's input.
 
-        `ends`: the connection has ended after this input.
+        `ends`: the connection has ended after this input. `has_input`: some is received already.
         """
         try:
             before = len(connection.data)
             over = self._receive(connection, ends)
-            if len(connection.data) == before and not over:
+            if len(connection.data) == before and not over and not has_input:
                 return
             if connection.data == BEAT and connection.name is not None:
                 # Nearly always: a process without news sends nothing else.
@@ -305,6 +325,7 @@ class ReportServer:
             self._end(speaker.connection)
         connection.name = name
         speaker.connection = connection
+        self.ended.discard(name)
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, FRAME.size)
         self._strangers.pop(connection, None)
 
@@ -316,6 +337,7 @@ class ReportServer:
         speaker = self._speakers.get(connection.name or "")
         if speaker is not None and speaker.connection is connection:
             speaker.connection = None
+            self.ended.add(connection.name or "")
 
 
 def _read_news(name: str, payload: bytes) -> News:

@@ -63,6 +63,15 @@ class StageWeights:
             for module, attribute in places:
                 module._parameters[attribute] = parameter
 
+    def unload(self) -> None:
+        """Free the parameters' storage."""
+        for places in self.places().values():
+            for module, attribute in places:
+                held = module._parameters[attribute]
+                assert held is not None
+                empty = nn.Parameter(held.detach().to("meta"), requires_grad=held.requires_grad)
+                module._parameters[attribute] = empty
+
     @torch.no_grad()
     def renew_copies(self, parameters: Mapping[str, Tensor]) -> None:
         """Copy these local slices again, if the stage computes on copies of them."""
