@@ -292,15 +292,9 @@ class OrderBuilder:
         self._layouts[generation] = layout
         self._joined = {name: view.joined_at for name, view in seen.nodes.items()}
 
-        targets = self._replication.find_targets(layout, seen)
-        replication = self._replication.plan_rounds(layout, targets, seen, proposal, terms.change_s)
-        every = 0
-        if replication is not None:
-            every = replication.spacing.every_steps
-        if every == 0:
-            # No rounds: then no worker waits for copies before its snapshot counts.
-            targets = {}
-
+        targets, replication = _plan_copies(
+            self._replication, layout, seen, proposal, terms.change_s
+        )
         others = _pure_sources(plan, transfers, seen)
         if terms.follows is not None:
             others = without_place(plan, members)
@@ -320,7 +314,7 @@ class OrderBuilder:
             agents=seen.agents(),
             checkpoint_shards=frozenset(),
             replicates=bool(targets),
-            replicate_every_steps=every,
+            replicate_every_steps=0 if replication is None else replication.spacing.every_steps,
             ancestry=self.ancestry,
             is_evaluated=terms.is_evaluated(step),
             evaluation_progress=terms.progress(step),
@@ -516,3 +510,19 @@ def _time_left(seen: Observation) -> float:
         if notice.deadline is not None:
             first = min(first, notice.deadline)
     return max(0.0, first - seen.now)
+
+
+def _plan_copies(
+    planner: ReplicationPlanner,
+    layout: Layout,
+    seen: Observation,
+    proposal: PlanProposal,
+    change_s: float,
+) -> tuple[Targets, Replication | None]:
+    """Return the nodes that copies go to, and the rounds of copying; no nodes without rounds."""
+    targets = planner.find_targets(layout, seen)
+    replication = planner.plan_rounds(layout, targets, seen, proposal, change_s)
+    if replication is None or replication.spacing.every_steps == 0:
+        # No worker then waits for copies before its snapshot counts.
+        return {}, replication
+    return targets, replication

@@ -108,15 +108,21 @@ class StageParts:
             return
         if stage.spec.family.has_experts:
             return
-        shapes = stage.weights.local_shapes()
-        stage.weights.load({name: torch.zeros(shape) for name, shape in shapes.items()})
+        spec = stage.spec
+        weights = {}
+        for name, size in stage.weights.local_shapes().items():
+            dtype = spec.parameters[name].compute_dtype(spec.dtype)
+            # On the device at once: host memory is planned for snapshots.
+            weights[name] = torch.zeros(size, dtype=dtype, device=spec.device)
+        stage.weights.load(weights)
+        del weights
         rows = place.pipeline.microbatch_sequences
         shape = (rows, setup.training.sequence_length)
         tokens = torch.zeros(shape, dtype=torch.int64, device=setup.device)
         x = tokens
         if not place.is_first:
-            size = (*shape, int(setup.config.hidden_size))
-            x = torch.zeros(size, dtype=self.dtypes.compute, device=setup.device).requires_grad_()
+            wide = (*shape, int(setup.config.hidden_size))
+            x = torch.zeros(wide, dtype=self.dtypes.compute, device=setup.device).requires_grad_()
         if stage.dropout.drops:
             stage.dropout.draw(setup.training.seed, range(rows))
         result = stage.loss(x, tokens) if place.is_last else stage(x).sum()
