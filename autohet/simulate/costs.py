@@ -72,7 +72,7 @@ class Costs:
         0.5,
         "s",
         "the same of a generation that was prepared while the one before trained: 0.47 to 0.51 s"
-        " measured (demo.json)",
+        " measured (the demonstration at 8bd615d)",
     )
     cut_over_s: float = cost_field(
         0.25,
@@ -102,7 +102,7 @@ class Costs:
         0.1,
         "s",
         "the first step of a generation of processes that stay beyond a later one: 0.01 s measured"
-        " (demo.json), 0 to 0.1 s (notice_to_step.json)",
+        " (the demonstration at 8bd615d), 0 to 0.1 s (notice_to_step.json)",
     )
     search_s: float = cost_field(
         1.0,
