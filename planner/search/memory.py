@@ -137,8 +137,12 @@ def _draft_beside(
     most_s = best_s if refused else first.least_s
     found = dict[Assumed, _Drafts]()
     proposed = list[tuple[Assumed, Drafts]]()
-    # estimates with more holders leave out that few plans have so many
-    for assumed in [each for each in others if each.holders <= limits.SHARED_BY[0]]:
+    ways = request.cost.choices.recompute
+    for assumed in others:
+        # Few plans have more holders, which estimates leave out; and beside plans that fit, the
+        # heaviest of three ways was never the fastest.
+        if assumed.holders > limits.SHARED_BY[0] or assumed.recompute in ways[2:]:
+            continue
         if request.is_late:
             break
         asked = replace(_with_assumption(request, assumed), brief=True)
