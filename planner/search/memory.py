@@ -10,6 +10,7 @@ begin from the best of them. Where no draft fills a worker's memory, only the fi
 used.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -98,17 +99,10 @@ def _draft_fastest(
 
     Their proposals are compared before any is predicted. Also returns the assumptions left out.
     """
-    found = dict[Assumed, _Drafts]()
-    proposed = list[tuple[Assumed, Drafts]]()
-    for assumed in group:
-        try:
-            proposed.append((assumed, propose(_with_assumption(request, assumed), known)))
-        except InfeasibleError as error:
-            found[assumed] = error
-
+    proposed, found = _propose_each(request, group, known)
     best_s = math.inf
     left = list[Rejected]()
-    for assumed, drafts in sorted(proposed, key=lambda each: each[1].least_s):
+    for assumed, drafts in proposed:
         if drafts.least_s * limits.MIN_SPEEDUP > best_s:
             why = f"{drafts.least_s:.4g} s a step by an estimate, slower than another"
             left.append(Rejected(_describe(assumed), why))
@@ -135,28 +129,37 @@ def _draft_beside(
 
     plans = [each.plan for each in first.ranked[: limits.SHORTLIST]]
     most_s = best_s if refused else first.least_s
-    found = dict[Assumed, _Drafts]()
-    proposed = list[tuple[Assumed, Drafts]]()
     ways = request.cost.choices.recompute
+    # Few plans have more holders, which estimates leave out; and beside plans that fit, the
+    # heaviest of three ways was never the fastest.
+    group = []
     for assumed in others:
-        # Few plans have more holders, which estimates leave out; and beside plans that fit, the
-        # heaviest of three ways was never the fastest.
-        if assumed.holders > limits.SHARED_BY[0] or assumed.recompute in ways[2:]:
-            continue
-        if request.is_late:
-            break
-        asked = replace(_with_assumption(request, assumed), brief=True)
-        drafts = _try(partial(propose, asked, [*known, *plans], most_s))
-        if isinstance(drafts, InfeasibleError):
-            found[assumed] = drafts
-        elif drafts.proposals:
-            proposed.append((assumed, drafts))
-    for assumed, drafts in sorted(proposed, key=lambda each: each[1].least_s)[:2]:
+        if assumed.holders <= limits.SHARED_BY[0] and assumed.recompute not in ways[2:]:
+            group.append(assumed)
+    in_time = itertools.takewhile(lambda _: not request.is_late, group)
+    few = replace(request, brief=True)
+    proposed, found = _propose_each(few, in_time, [*known, *plans], most_s)
+    hopeful = [each for each in proposed if each[1].proposals]
+    for assumed, drafts in hopeful[:2]:
         outcome = _try(partial(rank_proposed, drafts))
         if isinstance(outcome, RankedDrafts):
             outcome = replace(outcome, request=_with_assumption(request, assumed))
         found[assumed] = outcome
     return found
+
+
+def _propose_each(
+    request: Request, group: Iterable[Assumed], seeds: Sequence[Plan], most_s: float = math.inf
+) -> tuple[list[tuple[Assumed, Drafts]], dict[Assumed, _Drafts]]:
+    """Propose drafts under each assumption; return them, fastest first, and the refusals."""
+    proposed = list[tuple[Assumed, Drafts]]()
+    refused = dict[Assumed, _Drafts]()
+    for assumed in group:
+        try:
+            proposed.append((assumed, propose(_with_assumption(request, assumed), seeds, most_s)))
+        except InfeasibleError as error:
+            refused[assumed] = error
+    return sorted(proposed, key=lambda each: each[1].least_s), refused
 
 
 def _is_full(draft: Costed) -> bool:

@@ -18,8 +18,6 @@ from planner.inputs.fleet import node_of
 
 MAX_WORKER_STARTS = 3
 """Starts of a worker that dies each time before its first word."""
-
-
 TOGETHER_S = 0.5
 """Seconds between two signs of one death: the end of a connection, and its peers' reports."""
 

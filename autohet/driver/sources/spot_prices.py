@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from autohet.driver.sources.watch import Watch
@@ -30,7 +31,16 @@ USUAL_S = 3 * 86400.0
 """Seconds of the past whose median is a usual price."""
 Changes = Sequence[tuple[float, float]]
 """Changes of a price, by time: (second, dollars an hour from then on)."""
-Prices = Mapping[tuple[str, str], Changes]
+
+
+class KnownPrice(NamedTuple):
+    """Newest and usual price of an instance type in a zone, in dollars an hour."""
+
+    newest: float
+    usual: float
+
+
+Prices = Mapping[tuple[str, str], KnownPrice]
 """Prices by instance type and zone."""
 
 
@@ -143,16 +153,17 @@ class SpotPrices:
 
     def usd_per_hour(self, instance_type: str, zone: str) -> float | None:
         """Return the current price, or None while none is known; never blocks."""
-        changes = self._known(instance_type, region_of(zone)).get((instance_type, zone))
-        return None if changes is None else newest_price(changes)
+        known = self._known(instance_type, region_of(zone)).get((instance_type, zone))
+        return None if known is None else known.newest
 
     def usual(self, kinds: Mapping[str, SpotType]) -> dict[str, float]:
         """Return usual prices by name; see `of`."""
-        now = datetime.now(UTC).timestamp()
-        return self.of(kinds, lambda changes: usual_price(changes, now))
+        return self.of(kinds, attrgetter("usual"))
 
     def of(
-        self, kinds: Mapping[str, SpotType], read: Callable[[Changes], float] = newest_price
+        self,
+        kinds: Mapping[str, SpotType],
+        read: Callable[[KnownPrice], float] = attrgetter("newest"),
     ) -> dict[str, float]:
         """Return prices by name, for types whose price is known in all zones of the type.
 
@@ -162,10 +173,10 @@ class SpotPrices:
         found = {}
         for name, kind in kinds.items():
             prices = {}
-            for (instance, zone), changes in self._known(kind.instance_type, kind.region).items():
+            for (instance, zone), price in self._known(kind.instance_type, kind.region).items():
                 is_possible = not kind.zones or zone in kind.zones
                 if instance == kind.instance_type and is_possible:
-                    prices[zone] = read(changes)
+                    prices[zone] = read(price)
             missing = kind.zones - prices.keys()
             if prices and not missing:
                 found[name] = max(prices.values())
@@ -191,14 +202,20 @@ class SpotPrices:
         return {} if self._watch is None else self._watch.answer or {}
 
     def _ask(self) -> Prices:
-        """Return the prices of the past: EC2 begins with those in effect at the start."""
+        """Return the prices, of whose past EC2 begins with those in effect at the start."""
         client = self._make(self._region)
+        now = datetime.now(UTC)
         pages = client.get_paginator("describe_spot_price_history").paginate(
             InstanceTypes=sorted(self._wanted),
             ProductDescriptions=[*PRODUCTS],
-            StartTime=datetime.now(UTC) - timedelta(seconds=USUAL_S),
+            StartTime=now - timedelta(seconds=USUAL_S),
         )
-        return price_changes(pages)
+        # Here, since the driver asks for usual prices twenty times a second.
+        found = {}
+        for key, changes in price_changes(pages).items():
+            usual = usual_price(changes, now.timestamp())
+            found[key] = KnownPrice(newest_price(changes), usual)
+        return found
 
     def close(self) -> None:
         if self._watch is not None:

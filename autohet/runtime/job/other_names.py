@@ -10,14 +10,8 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
         "model_id",
         "base_model_config",
     ),
-    "model.revision": (
-        "model_revision",
-        "revision_of_model",
-    ),
-    "model.vocabulary_size": (
-        "resize_token_embeddings",
-        "resize_vocab",
-    ),
+    "model.revision": ("model_revision", "revision_of_model"),
+    "model.vocabulary_size": ("resize_token_embeddings", "resize_vocab"),
     "model.adapter.modules_to_save": (
         "lora_modules_to_save",
         "trainable_token_indices",
@@ -32,11 +26,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
         "peft_type",
         "task_type",
     ),
-    "model.adapter.rank": (
-        "r",
-        "lora_r",
-        "lora_rank",
-    ),
+    "model.adapter.rank": ("r", "lora_r", "lora_rank"),
     "model.adapter.alpha": ("lora_alpha",),
     "model.adapter.dropout": ("lora_dropout",),
     "model.adapter.base": (
@@ -54,21 +44,9 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
         "exclude_modules",
         "layers_to_transform",
     ),
-    "model.adapter.rslora": (
-        "use_rslora",
-        "peft_use_rslora",
-    ),
-    "model.adapter.from": (
-        "adapter_name_or_path",
-        "lora_model_dir",
-        "lora_path",
-    ),
-    "model.config": (
-        "model_type",
-        "rope_scaling",
-        "rope_theta",
-        "overrides_of_model_config",
-    ),
+    "model.adapter.rslora": ("use_rslora", "peft_use_rslora"),
+    "model.adapter.from": ("adapter_name_or_path", "lora_model_dir", "lora_path"),
+    "model.config": ("model_type", "rope_scaling", "rope_theta", "overrides_of_model_config"),
     "training.global_batch_sequences": (
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
@@ -84,33 +62,13 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
         "cutoff_len",
         "block_size",
     ),
-    "training.steps": (
-        "max_steps",
-        "num_training_steps",
-        "train_steps",
-    ),
-    "training.max_epochs": (
-        "num_train_epochs",
-        "num_epochs",
-        "epochs",
-    ),
+    "training.steps": ("max_steps", "num_training_steps", "train_steps"),
+    "training.max_epochs": ("num_train_epochs", "num_epochs", "epochs"),
     "training.learning_rate": ("lr",),
-    "training.schedule": (
-        "lr_scheduler_type",
-        "lr_scheduler",
-    ),
-    "training.warmup_steps": (
-        "warmup_ratio",
-        "num_warmup_steps",
-    ),
-    "training.min_learning_rate_ratio": (
-        "cosine_min_lr_ratio",
-        "lr_scheduler_kwargs",
-    ),
-    "training.betas": (
-        "adam_beta1",
-        "adam_beta2",
-    ),
+    "training.schedule": ("lr_scheduler_type", "lr_scheduler"),
+    "training.warmup_steps": ("warmup_ratio", "num_warmup_steps"),
+    "training.min_learning_rate_ratio": ("cosine_min_lr_ratio", "lr_scheduler_kwargs"),
+    "training.betas": ("adam_beta1", "adam_beta2"),
     "training.eps": ("adam_epsilon",),
     "training.clip_norm": (
         "max_grad_norm",
@@ -118,13 +76,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
         "gradient_clip_val",
         "gradient_clip",
     ),
-    "training.precision": (
-        "bf16",
-        "fp16",
-        "torch_dtype",
-        "dtype",
-        "mixed_precision",
-    ),
+    "training.precision": ("bf16", "fp16", "torch_dtype", "dtype", "mixed_precision"),
     "training.recompute": (
         "gradient_checkpointing",
         "activation_checkpointing",
@@ -134,31 +86,12 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "training.offload": ("activation_offloading",),
     "training.label_smoothing": ("label_smoothing_factor",),
-    "training.objective": (
-        "loss_type",
-        "rl",
-        "pref_loss",
-        "stage",
-    ),
-    "training.dpo_beta": (
-        "beta",
-        "rl_beta",
-        "pref_beta",
-    ),
+    "training.objective": ("loss_type", "rl", "pref_loss", "stage"),
+    "training.dpo_beta": ("beta", "rl_beta", "pref_beta"),
     "training.router_balance_weight": ("router_aux_loss_coef",),
-    "training.kernels": (
-        "use_liger_kernel",
-        "liger_kernel",
-    ),
-    "training.compile_blocks": (
-        "torch_compile",
-        "torch_compile_backend",
-        "torch_compile_mode",
-    ),
-    "training.device": (
-        "use_cpu",
-        "no_cuda",
-    ),
+    "training.kernels": ("use_liger_kernel", "liger_kernel"),
+    "training.compile_blocks": ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+    "training.device": ("use_cpu", "no_cuda"),
     "training.seed": ("data_seed",),
     "data.source": (
         "datasets",
@@ -169,10 +102,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
         "data_files",
         "dataset_dir",
     ),
-    "data.text_field": (
-        "dataset_text_field",
-        "field",
-    ),
+    "data.text_field": ("dataset_text_field", "field"),
     "data.messages_field": ("field_messages",),
     "data.fields": (
         "field_instruction",
@@ -180,11 +110,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
         "message_property_mappings",
         "formatting_func",
     ),
-    "data.chat_template": (
-        "chat_template_path",
-        "chat_template_jinja",
-        "template",
-    ),
+    "data.chat_template": ("chat_template_path", "chat_template_jinja", "template"),
     "data.train_on": (
         "assistant_only_loss",
         "completion_only_loss",
@@ -201,27 +127,11 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
         "neat_packing",
     ),
     "data.isolate_documents": ("padding_free",),
-    "data.tokenizer": (
-        "tokenizer_name",
-        "tokenizer_config",
-        "processing_class",
-        "tokenizer_type",
-    ),
+    "data.tokenizer": ("tokenizer_name", "tokenizer_config", "processing_class", "tokenizer_type"),
     "data.end_of_document": ("eos_token",),
-    "data.cache": (
-        "dataset_prepared_path",
-        "cache_dir",
-    ),
-    "evaluation.source": (
-        "eval_dataset",
-        "test_datasets",
-        "validation_file",
-    ),
-    "evaluation.split": (
-        "val_set_size",
-        "test_size",
-        "train_test_split",
-    ),
+    "data.cache": ("dataset_prepared_path", "cache_dir"),
+    "evaluation.source": ("eval_dataset", "test_datasets", "validation_file"),
+    "evaluation.split": ("val_set_size", "test_size", "train_test_split"),
     "evaluation.every_steps": (
         "eval_steps",
         "eval_strategy",
@@ -231,11 +141,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "evaluation.at_start": ("eval_on_start",),
     "evaluation.early_stopping_patience": ("early_stopping_callback",),
     "checkpoint.storage": ("output_dir",),
-    "checkpoint.every": (
-        "save_steps",
-        "save_strategy",
-        "saves_per_epoch",
-    ),
+    "checkpoint.every": ("save_steps", "save_strategy", "saves_per_epoch"),
     "checkpoint.keep": ("save_total_limit",),
     "checkpoint.keep_best": (
         "load_best_model_at_end",

@@ -125,12 +125,26 @@ def _staggered(known: _Known, proposals: list[Proposal]) -> list[Proposal]:
     found = []
     for proposal in proposals:
         ranking = known.rankings[0 if proposal.side_by_side else 1]
-        for draft in stagger(known.tables, ranking.estimator, ranking.balancer, proposal.draft):
-            if draft_fits(ranking.estimator, draft):
-                after_s = ranking.after_s(len(draft.shapes), set(draft.shapes))
-                seconds = ranking.estimator.draft_s(draft) + after_s
-                found.append(Proposal(seconds, draft, proposal.side_by_side))
+        for shapes in stagger(known.tables, ranking.balancer, proposal.draft):
+            staggered = _proposal_of(ranking, shapes, proposal.side_by_side)
+            if staggered is not None:
+                found.append(staggered)
     return sorted(found, key=lambda each: each.seconds)[: limits.DRAFTS]
+
+
+def _proposal_of(ranking: CutRanking, shapes: list[Shape], side_by_side: bool) -> Proposal | None:
+    """Return the estimate of pipelines of these shapes; None if memory or batch do not allow it."""
+    estimator = ranking.estimator
+    draft = assign_microbatches(estimator, shapes, ranking.tables.batch)
+    if draft is None or not draft_fits(estimator, draft):
+        return None
+
+    number = len(shapes)
+    seconds = estimator.draft_s(draft)
+    for shape, microbatches in set(draft.pipelines):
+        sent_s = microbatches * ranking.shared.sent_s(number, shape.rows)
+        seconds = max(seconds, sent_s)
+    return Proposal(seconds + ranking.after_s(number, set(shapes)), draft, side_by_side)
 
 
 def _proposals_of(request: Request, near_equal: Families, known: _Known) -> list[Proposal]:
@@ -280,26 +294,13 @@ class Drafter:
         found = []
         fastest_first = sorted(cuts, key=lambda cut: cut.seconds)
         for cut in fastest_first[: 2 * limits.DRAFTS]:
-            proposal = self._proposal(cut.shape_of_each())
+            shapes = self.with_odd_one(cut.shape_of_each())
+            if not shapes:
+                continue
+            proposal = _proposal_of(self.ranking, shapes, self.side_by_side)
             if proposal is not None:
                 found.append(proposal)
         return found
-
-    def _proposal(self, shapes: list[Shape]) -> Proposal | None:
-        shapes = self.with_odd_one(shapes)
-        if not shapes:
-            return None
-        draft = assign_microbatches(self.ranking.estimator, shapes, self.tables.batch)
-        if draft is None or not draft_fits(self.ranking.estimator, draft):
-            return None
-
-        number = len(shapes)
-        seconds = self.ranking.estimator.draft_s(draft)
-        for shape, microbatches in set(draft.pipelines):
-            sent_s = microbatches * self.ranking.shared.sent_s(number, shape.rows)
-            seconds = max(seconds, sent_s)
-        after_s = self.ranking.after_s(number, set(shapes))
-        return Proposal(seconds + after_s, draft, self.side_by_side)
 
     def with_odd_one(self, shapes: list[Shape]) -> list[Shape]:
         """Return shapes whose microbatches meet the batch; empty if they cannot.

@@ -7,16 +7,14 @@ node's stages come elsewhere in every second pipeline, nodes of other types hold
 from collections.abc import Collection, Iterator
 
 from planner.search.drafts.cut import Balancer
-from planner.search.drafts.draft import Draft, Estimator, Shape, assign_microbatches
+from planner.search.drafts.draft import Draft, Shape
 from planner.search.problem.tables import Tables
 
 
-def stagger(
-    tables: Tables, estimator: Estimator, balancer: Balancer, draft: Draft
-) -> Iterator[Draft]:
-    """Yield drafts like one of near-equal pipelines, with several holders of each layer.
+def stagger(tables: Tables, balancer: Balancer, draft: Draft) -> Iterator[list[Shape]]:
+    """Yield shapes like those of a draft of near-equal pipelines, with several holders of layers.
 
-    There is one for each place of the only nodes' stages that overlaps with none of the first.
+    There is one list for each place of the only nodes' stages that overlaps with none of the first.
     """
     alone = {row for row in range(len(tables.rows)) if _is_alone(tables, row)}
     first, *_ = draft.shapes
@@ -32,11 +30,9 @@ def stagger(
         # a pipeline that cannot hold the model ends nowhere
         if cut.shape.ends[-1] < 0 or taken & _layers_on(cut.shape, alone):
             continue
-        shapes = list(draft.shapes)
+        shapes = draft.shapes
         shapes[1::2] = [cut.shape] * len(shapes[1::2])
-        made = assign_microbatches(estimator, shapes, tables.batch)
-        if made is not None:
-            yield made
+        yield shapes
 
 
 def _is_alone(tables: Tables, row: int) -> bool:

@@ -62,6 +62,13 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.tensor(NF4, device=device), torch.tensor(sorted(values), device=device)
 
 
+@cache
+def _value_pairs(device: torch.device) -> Tensor:
+    """Return the two values of each byte [256, 2], the higher bits' first."""
+    nf4, _ = _tables(device)
+    return torch.stack([nf4.repeat_interleave(16), nf4.repeat(16)], dim=1)
+
+
 def held_as(spec: ParameterSpec) -> tuple[ParameterSpec, ...]:
     """Return the specs of what a parameter is held as: itself, or the parts of a quantized one."""
     if not spec.is_quantized:
@@ -179,9 +186,7 @@ def dequantize(
             codes.contiguous(), scale(slice(None)), BLOCK, "nf4", shape, like.dtype
         )
         return weight
-    values_of = torch.stack([nf4.repeat_interleave(16), nf4.repeat(16)], dim=1)
-    if shape == codes.shape:
-        values_of = nf4.unsqueeze(1)
+    values_of = nf4.unsqueeze(1) if shape == codes.shape else _value_pairs(codes.device)
     weight = torch.empty(shape, dtype=like.dtype, device=codes.device)
     for rows in row_chunks(weight, CHUNK_ELEMENTS):
         values = F.embedding(codes[rows].int(), values_of).flatten(1).unflatten(1, (-1, size))
