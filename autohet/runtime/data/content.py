@@ -12,7 +12,7 @@ from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 
-from autohet.runtime.data.records import split_header
+from autohet.runtime.data.records import read_header, split_header
 
 RAW_SAMPLE_BYTES = 1 << 16
 SAMPLE_BYTES = 1 << 16
@@ -158,7 +158,7 @@ def _inspect(name: str, sample: bytes, text_field: str, whole: bool) -> Content:
     if structured is not None:
         return structured
     if suffix_of(name) in TABLE_SUFFIXES:
-        columns = split_header(text.split("\n", 1)[0], [text_field])[1]
+        columns = split_header(read_header(io.StringIO(text)), [text_field])[1]
         record = dict.fromkeys(columns)
         if text_field in columns:
             return Content("csv", record=record)

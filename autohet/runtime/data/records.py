@@ -436,7 +436,7 @@ def read_csv(
     lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
     csv.field_size_limit(MAX_CELL_CHARACTERS)
     try:
-        header = lines.readline()
+        header = read_header(lines)
         separator, names = split_header(header, columns)
         _columns(names, columns, name)
         rows = csv.DictReader(chain([header], lines), delimiter=separator)
@@ -455,10 +455,21 @@ def read_csv(
         raise ConfigError(f"cannot read {name} as CSV in UTF-8: {error}") from error
 
 
+def read_header(lines: Iterable[str]) -> str:
+    """Return a table's first row: a column's name in quotes may go on in the next line."""
+    header = ""
+    for line in lines:
+        header += line
+        if header.count('"') % 2 == 0:
+            break
+    return header
+
+
 def split_header(header: str, columns: Sequence[str]) -> tuple[str, list[str]]:
     """Return the separator that finds most of `columns` in a table's header, and its columns."""
     found = {
-        separator: next(csv.reader([header], delimiter=separator), []) for separator in SEPARATORS
+        separator: next(csv.reader(io.StringIO(header, newline=""), delimiter=separator), [])
+        for separator in SEPARATORS
     }
     best = max(SEPARATORS, key=lambda each: len({*columns} & {*found[each]}))
     return best, found[best]

@@ -220,7 +220,7 @@ def test_a_csv_file_gives_the_rows_of_its_table(
     tmp_path: Path, make_data: MakeData, separator: str, suffix: str
 ) -> None:
     texts = [f'a, "quoted"; {n}\tline\nand another é' for n in range(50)]
-    table = pa.table({"label": list(range(50)), "text": texts})
+    table = pa.table({"label\nof two, lines": list(range(50)), "text": texts})
     options = pyarrow.csv.WriteOptions(delimiter=separator)
     pyarrow.csv.write_csv(table, tmp_path / f"a.{suffix}", options)
     pq.write_table(table, tmp_path / "a.parquet")
