@@ -280,16 +280,18 @@ class ReplicaMismatch:
 
 
 class AuditCause(StrEnum):
-    """Finding of an audit whose checksums differ."""
+    """Finding of an audit whose results differ."""
 
     ARITHMETIC = "arithmetic"  # equal weights and inputs gave other bits
+    VALUES = "values"  # unlike devices are further apart than rounding explains
     WEIGHTS = "weights"  # the weights themselves differ, which the replica check repairs
     PRODUCTS = "products"  # a device computed exact products wrongly
+    MESSAGES = "messages"  # hidden states or gradients changed between two stages
 
 
 @dataclass(frozen=True)
 class AuditMismatch:
-    """Workers on equal devices that computed block `layer` to other bits in the audit of `step`.
+    """Workers whose results of block `layer` differ in the audit of `step`.
 
     `named`: those that are wrong; empty if that cannot be known.
     """
@@ -307,16 +309,24 @@ class AuditMismatch:
             return f"{named} computed exact products wrongly after step {self.step}"
         if self.cause is AuditCause.WEIGHTS:
             return f"the weights of layer {self.layer} differ among {workers} at step {self.step}"
+        if self.cause is AuditCause.MESSAGES:
+            return (
+                f"messages between {workers} arrived otherwise than they were sent in step"
+                f" {self.step}, which was run again"
+            )
         wrong = f"{named} is wrong" if named else "no majority tells which is wrong"
+        what = "different bits"
+        if self.cause is AuditCause.VALUES:
+            what = "values further apart than rounding explains"
         return (
-            f"{workers} computed layer {self.layer} to different bits in the audit of step"
-            f" {self.step}: {wrong}"
+            f"{workers} computed layer {self.layer} to {what} in the audit of step {self.step}:"
+            f" {wrong}"
         )
 
 
 @dataclass(frozen=True)
 class AuditRecord:
-    """Outcome of one audit: workers that were compared with equal ones, and what differed."""
+    """Outcome of one audit: workers that were compared with others, and what differed."""
 
     compared: tuple[str, ...]
     mismatches: tuple[AuditMismatch, ...] = ()
@@ -325,6 +335,9 @@ class AuditRecord:
     def weights_differ(self) -> bool:
         """True if weights have parted that the replica check has not looked at yet."""
         return any(each.cause is AuditCause.WEIGHTS for each in self.mismatches)
+
+    def with_mismatches(self, more: tuple[AuditMismatch, ...]) -> AuditRecord:
+        return replace(self, mismatches=(*self.mismatches, *more))
 
 
 class SkipReason(StrEnum):

@@ -381,6 +381,7 @@ def stage_chain(
     cut: Sequence[int],
     tp: TensorParallel | None = None,
     recompute: Recompute = "none",
+    dtype: torch.dtype = torch.float32,
 ) -> list[StageModel]:
     """Loaded stages of `cut` layers each."""
     specs = family_of(config).parameter_specs(config)
@@ -389,14 +390,12 @@ def stage_chain(
     first = 0
     for num_layers in cut:
         layers = range(first, first + num_layers)
-        stage = build_stage(
-            config, layers, tp, torch.device("cpu"), torch.float32, recompute=recompute
-        )
+        stage = build_stage(config, layers, tp, torch.device("cpu"), dtype, recompute=recompute)
         names = stage_parameter_names(config, first, num_layers)
         slices: dict[str, Tensor] = {}
         for name in names:
             spec = specs[name]
-            held = {name: parameters[name]}
+            held = {name: parameters[name].to(dtype)}
             if spec.is_quantized:
                 held = quantize(spec, parameters[name])
             slices |= {part.name: take(part, held[part.name], share) for part in held_as(spec)}

@@ -5,6 +5,7 @@ show its state.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -466,12 +467,15 @@ def run_audited(
 
 
 def _at_fault(trainer: StageTrainer, fault: str) -> AbstractContextManager[Any]:
-    """Give a trainer a fault: wrong "products" or "softmax" of its device, a wrong bit in its copy
-    of the "sum" of gradients, or in its "addend", or in a "border" message that it receives, or no
-    memory for audits.
+    """Give a trainer a fault: its device has wrong "products", "softmax" or "exponents" in it, its
+    copy of the "sum" of gradients or its "addend" a wrong bit, a "message" that it sends a
+    flipped bit on its way, what it takes from a "border" wrong values; it has no "memory" for
+    audits.
     """
     if fault == "products":
         return FaultyArithmetic(Fault(rate=1e-3, bit=0))
+    if fault == "exponents":
+        return FaultyArithmetic(Fault(operators=SOFTMAX, rate=0.3, bit=24))
     if fault == "softmax":
         return FaultyArithmetic(Fault(operators=SOFTMAX, rate=1e-1))
     if fault == "memory":
@@ -492,6 +496,18 @@ def _at_fault(trainer: StageTrainer, fault: str) -> AbstractContextManager[Any]:
 
     if fault in ("sum", "addend"):
         sync.finish = disturbed  # type: ignore[method-assign]
+    if fault == "message":
+        group = trainer._executor.borders.forward[0]
+        send = group.send
+        calls = itertools.count()
+
+        def flipped(part: torch.Tensor, *rest: Any) -> Any:
+            if next(calls) == 2:
+                part = part.clone()
+                part.view(torch.int32).view(-1)[5] ^= 1 << 31
+            return send(part, *rest)
+
+        group.send = flipped  # type: ignore[method-assign]
     if fault == "border":
         through = trainer.stage._through_blocks
         trainer.stage._through_blocks = lambda x, begins: through(x + 1e-3, begins)

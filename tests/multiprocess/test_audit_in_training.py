@@ -93,6 +93,27 @@ def test_exact_products_prove_which_of_two_is_wrong(pool: Any) -> None:
     assert causes == {((), AuditCause.ARITHMETIC)}
 
 
+def test_unlike_devices_are_compared_by_values(pool: Any) -> None:
+    """Wrong: rounding of another format is named; the one in that format is compared with nobody;
+    weights that part are the device's fault.
+    """
+    formats = in_formats(THREE_HOLDERS, "fp32", "fp32", "bf16", "bf16")
+    case = replace(CASE, plan=formats, training={**CASE.training, "precision": "bf16"})
+    steps, _ = run(pool, case)
+    assert [audit.compared for *_, audit in steps] == [(A, B, FIRST), (A, B, SECOND)] * 2
+    assert all(audit.mismatches == () for *_, audit in steps)
+    steps, _ = run(pool, case, {A: "exponents"})
+    found = [each for *_, audit in steps for each in audit.mismatches]
+    by_values = [each.named for each in found if each.cause is AuditCause.VALUES]
+    assert len(by_values) >= 2
+    assert set(by_values) == {(A,)}
+    by_bits = [each.named for each in found if each.cause is AuditCause.ARITHMETIC]
+    assert set(by_bits) == {()}, "of two equal devices nobody knows"
+    steps, _ = run(pool, case, {A: "sum"})
+    causes = {each.cause for *_, audit in steps for each in audit.mismatches}
+    assert causes == {AuditCause.WEIGHTS}
+
+
 @pytest.mark.parametrize("fault", ["update", "sum"])
 def test_weights_that_part_are_no_wrong_arithmetic_and_are_repaired_at_once(
     pool: Any, fault: str
@@ -113,6 +134,19 @@ def test_faults_that_no_check_sees(pool: Any, sound: Any, fault: str) -> None:
     steps, _ = run(pool, replace(CASE, overlap=False), {SECOND: fault})
     assert [loss for loss, *_ in steps] != [loss for loss, *_ in sound[0]]
     assert all(audit.mismatches == () and parted == () for _, parted, audit in steps)
+
+
+def test_a_message_that_changes_on_its_way_is_found_and_the_step_run_again(
+    pool: Any, sound: Any
+) -> None:
+    """Wrong: the step is committed; sums of halves that lose the highest bit; a border is named
+    that is not the one.
+    """
+    steps, states = run(pool, CASE, {FIRST: "message"})
+    (found,) = (each for *_, audit in steps for each in audit.mismatches)
+    assert (found.cause, found.workers, found.named) == (AuditCause.MESSAGES, (FIRST, SECOND), ())
+    assert (found.step, found.layer) == (0, 3)
+    assert equal(states, sound[1])
 
 
 def test_a_worker_without_memory_for_the_audit_is_not_named(pool: Any, sound: Any) -> None:

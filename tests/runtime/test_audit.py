@@ -12,13 +12,15 @@ import torch
 from hypothesis import given, settings
 
 from autohet.runtime.messages import AuditCause
+from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.stages import block_audit
 from autohet.runtime.models.stages.block_audit import (
-    block_checksum,
+    audit_block,
     device_key,
     joint_checksum,
     weights_checksum,
 )
+from autohet.runtime.models.stages.sketches import CEILINGS, NUM_SUMS, distance, find_far, sketch
 from autohet.runtime.models.stages.stage import StageModel
 from autohet.runtime.models.thread_group import run_ranks
 from autohet.runtime.profiling import exact_products
@@ -26,9 +28,11 @@ from autohet.runtime.profiling.exact_products import FaultyDevice, has_exact_pro
 from autohet.runtime.step.audit import (
     FAILED,
     PASSED,
+    AuditedDevice,
     audited_layers,
     comparable_workers,
     find_mismatches,
+    unlike_workers,
     vote_part,
 )
 from planner.plans.plan import Plan
@@ -54,7 +58,8 @@ def stage_of(name: str, tp: Any = None) -> StageModel:
 
 
 def audits(stage: StageModel, step: int = 20) -> list[int | None]:
-    return [block_checksum(stage, layer, 7, step, LENGTH) for layer in range(3)]
+    found = [audit_block(stage, layer, 7, step, LENGTH) for layer in range(3)]
+    return [each and each.checksum for each in found]
 
 
 # the block
@@ -282,13 +287,77 @@ def test_a_worker_is_named_where_others_agree() -> None:
     assert "b computed exact products wrongly" in str(proof)
 
 
+def test_workers_on_unlike_devices_are_compared_by_values() -> None:
+    """Wrong: other slices or experts are compared; equal devices alone; other layers."""
+    layers = {"a": 1, "b": 1, "c": 1, "d": 2, "e": 1, "f": 1, "g": 1}
+    devices = {
+        "a": AuditedDevice(1, 7, 1e-4),
+        "b": AuditedDevice(1, 7, 1e-4),
+        "c": AuditedDevice(2, 7, 3e-2),
+        "d": AuditedDevice(3, 7, 1e-4),
+        "e": AuditedDevice(4, 8, 1e-4),  # another slice
+        "f": AuditedDevice(5, 0, 1e-4),  # experts
+        "g": AuditedDevice(6, 7, 0.0),  # a format without a ceiling
+    }
+    assert unlike_workers(layers, devices) == [("a", "b", "c")]
+    assert unlike_workers(layers, {**devices, "c": devices["a"]}) == []
+
+
+def test_who_is_far_from_all_others_is_named() -> None:
+    near = dict.fromkeys("abc", [0.0] * 9)
+    far = [1e-3] * 9
+    ceilings = dict.fromkeys("abcd", 1e-4)
+    assert find_far(near, ceilings) == (False, ())
+    assert find_far({**near, "b": far}, ceilings) == (True, ("b",))
+    assert find_far({**near, "b": far}, {**ceilings, "b": 5e-3}) == (False, ())
+    assert find_far({"a": far, "b": near["b"]}, ceilings) == (True, ())
+    assert find_far({**near, "b": far, "c": far, "d": near["a"]}, ceilings) == (True, ())
+    norms = [*near["a"][:8], 1e-3]
+    assert find_far({**near, "c": norms}, ceilings) == (True, ("c",)), "all values are 0.1% larger"
+
+
+@pytest.mark.parametrize("place", ["element", "row", "column", "all"])
+def test_a_sketch_tells_the_relative_difference_wherever_it_is(place: str) -> None:
+    """Wrong: signs of a period, or of rows or columns alone, in which a difference cancels."""
+    draw = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(5000, 64, generator=draw), torch.randn(32, generator=draw)]
+    where = {"element": (7, 9), "row": (4500,), "column": (slice(None), 3), "all": ()}[place]
+    found = []
+    for seed in range(30):
+        error = torch.zeros(5000, 64)
+        noise = torch.randn(error.shape, generator=draw.manual_seed(seed))
+        error[where] = noise[where]
+        error *= 0.01 * tensors[0].norm() / error.norm()
+        found.append(distance(sketch(tensors), sketch([tensors[0] + error, tensors[1]])))
+    # One of two tensors differs by 1%.
+    assert sum(found) / len(found) == pytest.approx(0.01 / 2**0.5, rel=0.3)
+    assert min(found) > 1e-3
+    assert len(sketch(tensors)) == NUM_SUMS + 1
+
+
+def test_formats_lie_apart_by_less_than_their_ceilings() -> None:
+    """The devices of a mixed fleet compute one layer in unlike formats."""
+    config = tiny_config("llama")
+    parameters = random_parameters(config)
+    sketches = {}
+    for name in CEILINGS:
+        (stage,) = stage_chain(config, parameters, [3], dtype=COMPUTE_DTYPES[name])
+        result = audit_block(stage, 1, 7, 20, LENGTH, sketched=True)
+        assert result is not None
+        assert result.sketch is not None
+        sketches[name] = result.sketch
+    for name, found in sketches.items():
+        assert distance(found, sketches["fp32"]) <= CEILINGS[name] / 2
+    assert distance(sketches["bf16"], sketches["fp32"]) > CEILINGS["fp32"]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_votes_sum_to_zero_for_equal_checksums_alone(seed: int) -> None:
     draw = random.Random(seed)
     workers = [f"w{index}" for index in range(64)]
     layers = {worker: draw.randrange(3) for worker in workers}
-    keys = {worker: draw.randrange(2) for worker in workers}
-    groups = comparable_workers(layers, keys)
+    devices = {worker: AuditedDevice(draw.randrange(2)) for worker in workers}
+    groups = comparable_workers(layers, devices)
     bits = {group: draw.getrandbits(64) for group in groups}
     held = {worker: bits[group] for group in groups for worker in group}
     assert sum(vote_part(groups, worker, held.get(worker)) for worker in workers) == 0.0

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autohet.runtime.parallel.borders import Borders, HiddenStates
 from autohet.runtime.parallel.executor import Executor
+from autohet.runtime.parallel.message_sums import MODULUS, MessageSums
 from autohet.runtime.parallel.place import Place, place_of, redeal
 from autohet.runtime.step.pacing import Pace, Pacer
 from planner.plans.plan import Pipeline, Plan, Stage
@@ -226,3 +227,30 @@ def test_what_lost_pipelines_leave_is_dealt_once(
         assert all(0 < len(each) <= pipeline.microbatch_sequences for each in more)
         done += [position for each in (*own, *more) for position in each]
     assert sorted(done) == list(range(batch))
+
+
+@pytest.mark.parametrize("nbytes", [8, 64, 12, 7])
+def test_any_flipped_bit_of_a_message_makes_the_borders_differ(nbytes: int) -> None:
+    """Wrong: halves of the words are lost; sides, or what was sent and arrived, are mixed up."""
+    message = torch.arange(nbytes, dtype=torch.uint8) * 37
+    other = torch.zeros(16, dtype=torch.float32)
+    for bit in range(8 * nbytes):
+        ours, theirs = MessageSums(torch.device("cpu")), MessageSums(torch.device("cpu"))
+        assert not ours
+        changed = message.clone()
+        changed[bit // 8] ^= 1 << bit % 8
+        for sent, arrived in ((message, changed), (other, other)):
+            ours.add_sent(1, sent)
+            theirs.add_arrived(-1, arrived)
+        kept = MessageSums(torch.device("cpu"))
+        kept.add_all(theirs)
+        before, after = kept.differences().tolist(), ours.differences().tolist()
+        assert (before[0] + after[1]) % MODULUS
+        assert (before[1], after[0]) == (0, 0)
+        theirs.clear()
+        for sent in (other, message):
+            theirs.add_arrived(-1, sent)
+        assert (theirs.differences() + ours.differences().flip(0)).tolist() in (
+            [MODULUS, 0],
+            [0, 0],
+        )

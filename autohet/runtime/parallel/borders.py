@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from autohet.runtime.groups import Group
+from autohet.runtime.parallel.message_sums import MessageSums
 from autohet.runtime.parallel.place import Place
 from autohet.runtime.parallel.schedule import CHANNEL_DEPTH
 from planner.cost.links.traffic import Transfer
@@ -73,7 +75,8 @@ class Borders:
     forward, backward: the groups over which hidden states and gradients cross even and odd borders
     (border s is behind stage s). tensor_group: the ranks of this worker's stage, in their order;
     None for a stage of one rank. hidden: as the stage computes them. crossing: dtypes in which they
-    cross the border before the stage and the one after it; None: as in `hidden`.
+    cross the border before the stage and the one after it; None: as in `hidden`. sums: takes what
+    crosses.
     """
 
     place: Place
@@ -82,6 +85,7 @@ class Borders:
     tensor_group: Group | None
     hidden: HiddenStates
     crossing: tuple[torch.dtype, torch.dtype] | None = None
+    sums: MessageSums = field(default_factory=lambda: MessageSums(torch.device("cpu")))
 
     def activation_receives(self, count: int | None = None) -> Receives:
         """Return receivers of one step's activations from the stage before.
@@ -110,11 +114,18 @@ class Borders:
             [hidden.of_rows(len(each)) for each in self.place.deal.microbatches[:count]],
             self.tensor_group,
             first_tag,
+            partial(self.sums.add_arrived, offset),
         )
 
     def _sends(self, groups: Sequence[Group], offset: int, first_tag: int) -> Sends:
         group = self._group(groups, offset)
-        return Sends(group, self.place.transfers_to(offset), self._hidden(offset), first_tag)
+        return Sends(
+            group,
+            self.place.transfers_to(offset),
+            self._hidden(offset),
+            first_tag,
+            partial(self.sums.add_sent, offset),
+        )
 
     def _group(self, groups: Sequence[Group], offset: int) -> Group:
         """Return the group of the border before this stage (-1) or after it (+1)."""
@@ -133,8 +144,8 @@ class Borders:
 class Receives:
     """Receives of one step in one direction, in the order of microbatches.
 
-    hidden: what arrives, by microbatch. The next receive is posted ahead, so its message may arrive
-    while this microbatch computes.
+    hidden: what arrives, by microbatch. count: takes each message. The next receive is posted
+    ahead, so its message may arrive while this microbatch computes.
     """
 
     group: Group
@@ -142,6 +153,7 @@ class Receives:
     hidden: Sequence[HiddenStates]
     tensor_group: Group | None
     first_tag: int
+    count: Callable[[Tensor], None]
     _posted: tuple[Tensor, Work | None] | None = None
     _next: int = 0
 
@@ -159,6 +171,7 @@ class Receives:
         if self._next < len(self.hidden):
             self._posted = self._post(self.transfer)
         self.group.wait_on_stream(work)
+        self.count(tensor)
         hidden = self.hidden[m]
         if self.transfer.slices > 1:
             tensor = self._gather(tensor, self.transfer, hidden)
@@ -185,13 +198,14 @@ class Sends:
     """Sends of one step in one direction.
 
     A send may last until CHANNEL_DEPTH more have started, so no more tensors than that are kept (a
-    slice is a view, and keeps its whole tensor).
+    slice is a view, and keeps its whole tensor). count: takes each message.
     """
 
     group: Group
     transfers: tuple[Transfer, ...]
     hidden: HiddenStates
     first_tag: int
+    count: Callable[[Tensor], None]
     _pending: deque[tuple[Work | None, Tensor]] = field(default_factory=deque)
 
     def start(self, m: int, tensor: Tensor) -> None:
@@ -210,6 +224,7 @@ class Sends:
                 flat = F.pad(flat, (0, missing))
             start = transfer.index * size
             part = flat[start : start + size]
+            self.count(part)
             work = self.group.send(part, transfer.target, tag)
             # The part is kept until the send has ended: its memory must not be used again before.
             self._pending.append((work, part))

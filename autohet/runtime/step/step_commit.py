@@ -29,6 +29,8 @@ from torch import Tensor
 from autohet.runtime.groups import Group, Interrupted, PeerLost
 from autohet.runtime.groups.clock import StreamClock
 from autohet.runtime.messages import (
+    AuditCause,
+    AuditMismatch,
     AuditRecord,
     EvaluationRecord,
     ReplicaMismatch,
@@ -38,11 +40,12 @@ from autohet.runtime.messages import (
 )
 from autohet.runtime.parallel.executor import Batch
 from autohet.runtime.parallel.gradient_sync import GradientSync
+from autohet.runtime.parallel.message_sums import changed_borders
 from autohet.runtime.step.audit import Audit
 from autohet.runtime.step.batches import EvaluationRows
 from autohet.runtime.step.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.loss_scale import LossScale
-from autohet.runtime.step.replica_check import ReplicaCheck, ReplicasDiffer
+from autohet.runtime.step.replica_check import ReplicaCheck, ReplicasDiffer, exchange
 from autohet.runtime.step.row_count import RowsDiffer
 from autohet.runtime.step.votes import Vote, Voter, check_rows, skip_reason
 
@@ -82,7 +85,7 @@ class KeptPasses:
     """Passes of a step, all ended, of a worker whose pipeline has outlived another.
 
     gradients: accumulated and not summed. The rest is this worker's part of the vote; voter: counts
-    rows and pairs.
+    rows, messages and pairs.
     """
 
     step: int
@@ -93,9 +96,11 @@ class KeptPasses:
     overflows: Tensor | None
 
     def add_to(self, voter: Voter, overflows: Tensor | None) -> None:
-        """Add the rows, pairs and overflows to those of the same worker's rest of the step."""
+        """Add rows, messages, pairs and overflows to those of this worker's rest of the step."""
         if voter.rows is not None and self.voter.rows is not None:
             voter.rows.add_all(self.voter.rows)
+        if voter.messages is not None and self.voter.messages is not None:
+            voter.messages.add_all(self.voter.messages)
         if voter.preference is not None and self.voter.preference is not None:
             for name, value in self.voter.preference.sums.items():
                 voter.preference.sums[name] = voter.preference.sums[name] + value
@@ -168,6 +173,7 @@ class Trainer(ABC):
         self._updates = UpdateTimes(self._clock)
         self.loss_scale: LossScale | None = None
         """Scale of gradients in fp16 stages, equal at all workers; None: the plan has none."""
+        self.pipelines = generation.plan.pipelines
         self.num_rows = generation.plan.global_batch_sequences
         """Rows of a step's global batch."""
         self.kept: KeptPasses | None = None
@@ -258,8 +264,10 @@ class Trainer(ABC):
         assert self.prepared is None, f"step {self.prepared} is prepared: apply or discard it first"
         try:
             self.groups.check()
-            vote, marks, parted = self._run_and_vote(batch)
+            vote, marks, parted, changed = self._run_and_vote(batch)
             audit = _settle(self.audit, self.replicas, self.step, vote)
+            if changed:
+                audit = (audit or AuditRecord(())).with_mismatches(changed)
         except (Interrupted, PeerLost):
             # Peers that wait for this worker, but not for the lost one, must wake up too. At the
             # gate nobody waits for it, and others of its pipeline may still be in their passes.
@@ -336,13 +344,15 @@ class Trainer(ABC):
 
     def _run_and_vote(
         self, batch: Callable[[int, range], Batch]
-    ) -> tuple[Vote, tuple[Any, Any, Any], tuple[ReplicaMismatch, ...]]:
+    ) -> tuple[Vote, tuple[Any, Any, Any], tuple[ReplicaMismatch, ...], tuple[AuditMismatch, ...]]:
         """Compute the gradients and vote on them.
 
         If the vote reports a replica mismatch, repair the replicas and run the step again; if it
-        reports an overflow in fp16, halve the scale and run the step again.
+        reports messages that changed, run it again; if it reports an overflow in fp16, halve the
+        scale and run it again.
         """
         found: tuple[ReplicaMismatch, ...] = ()
+        changed: tuple[AuditMismatch, ...] = ()
         num_repairs = 0
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.at(self.step)
@@ -350,8 +360,11 @@ class Trainer(ABC):
             squares, loss, num_targets, marks = self._gradients_of(batch)
             vote = self._cast_vote(squares, loss, num_targets)
             if not self._must_repeat(vote):
-                return vote, marks, found
-            if vote.parted:
+                return vote, marks, found, changed
+            if vote.has_changed_messages:
+                changed += self._changed_messages()
+                num_repairs += 1
+            elif vote.parted:
                 assert self.replicas is not None
                 repaired = self.replicas.repair(self.step)
                 self.rebuild_derived({each.tensor for each in repaired})
@@ -360,12 +373,23 @@ class Trainer(ABC):
             else:
                 assert self.loss_scale is not None
                 self.loss_scale = self.loss_scale.halved(self.step)
-        raise ReplicasDiffer("; ".join(str(each) for each in found))
+        raise ReplicasDiffer("; ".join(str(each) for each in (*found, *changed)))
+
+    def _changed_messages(self) -> tuple[AuditMismatch, ...]:
+        """Return the borders whose messages changed in this step, the same at every worker."""
+        assert self.voter.messages is not None
+        table = exchange(self.voter.world, self.voter.messages.differences().tolist()).tolist()
+        differences = dict(zip(self.voter.world.members, table, strict=True))
+        borders = changed_borders(self.pipelines, differences)
+        cause = AuditCause.MESSAGES
+        return tuple(
+            AuditMismatch(self.step, layer, workers, (), cause) for layer, workers in borders
+        )
 
     def _must_repeat(self, vote: Vote) -> bool:
         """Return True if the step did not happen and is run again, by all workers alike."""
         can_halve = self.loss_scale is not None and self.loss_scale.can_halve
-        return vote.parted != 0 or (vote.overflows > 0 and can_halve)
+        return vote.parted != 0 or vote.has_changed_messages or (vote.overflows > 0 and can_halve)
 
     def _parts(self, started: float, voted: float, marks: tuple[Any, Any, Any]) -> dict[str, float]:
         """Return seconds by part, on the device.

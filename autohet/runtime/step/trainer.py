@@ -23,6 +23,7 @@ from autohet.runtime.parallel.compute_weights import ComputeWeights
 from autohet.runtime.parallel.executor import Batch, Executor
 from autohet.runtime.parallel.gradient_sync import GradientSync
 from autohet.runtime.parallel.host_staging import HostStaging, use_cores
+from autohet.runtime.parallel.message_sums import MessageSums
 from autohet.runtime.parallel.overlap import sums_have_one_order
 from autohet.runtime.parallel.place import Deal
 from autohet.runtime.parallel.preference import PreferenceLoss
@@ -77,6 +78,8 @@ class StageTrainer(Trainer):
         super().__init__(setup, generation, hooks, groups.world, counts_loss=counts_loss)
         self._rows = RowCount()
         self.voter.rows = self._rows
+        self._messages = MessageSums(setup.device)
+        self.voter.messages = self._messages
         if scales_gradients(plan, precision):
             self.loss_scale = generation.loss_scale
         self.stage = parts.stage
@@ -143,7 +146,13 @@ class StageTrainer(Trainer):
         hidden = HiddenStates(shape, dtypes.compute, setup.device)
         crossing = dtypes.before, dtypes.after
         borders = Borders(
-            self.place, groups.forward, groups.backward, groups.tensor, hidden, crossing
+            self.place,
+            groups.forward,
+            groups.backward,
+            groups.tensor,
+            hidden,
+            crossing,
+            self._messages,
         )
         pacer = None if pace is None else Pacer(pace, lambda: over.interrupted)
         beta = setup.training.preference_beta
@@ -166,6 +175,7 @@ class StageTrainer(Trainer):
         self._begin_scaled()
         self._relative_works = []
         self._rows.clear()
+        self._messages.clear()
         resumed = self._resumed
         # If the step is repeated, it is run from its start.
         self._resumed = None
@@ -260,6 +270,7 @@ class StageTrainer(Trainer):
             if sequences.start < present:
                 count += 1
         self._rows.clear()
+        self._messages.clear()
 
         def batch(m: int) -> Batch:
             sequences = self.place.sequences(m)

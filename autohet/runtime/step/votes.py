@@ -14,6 +14,7 @@ from torch import Tensor
 from autohet.runtime.groups import GenerationGroups, Group, PeerLost
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.messages import Rewards, SkipReason
+from autohet.runtime.parallel.message_sums import MODULUS, MessageSums
 from autohet.runtime.parallel.preference import PreferenceLoss
 from autohet.runtime.step.row_count import RowCount, RowsDiffer, hashes_of
 from recovery.peers.replication_rounds import PreservationStatus
@@ -30,7 +31,9 @@ class Vote:
     rewards. Of the workers, `replicating` counts those whose part of the open
     replication round is in flight, `replication_failures` those whose part has failed, and
     `writing` those that still write an earlier checkpoint. `parted` is not zero if holders of a
-    shard are not bit-equal (`replica_check`): then the step did not happen. `audit` is not zero if
+    shard are not bit-equal (`replica_check`): then the step did not happen, nor did it if `changed`
+    says that messages between stages arrived otherwise than they were sent
+    (`parallel.message_sums`). `audit` is not zero if
     equal devices computed one block to other bits (`audit`); the step counts. `overflows` is not
     zero if gradients of a stage in fp16 overflowed: then it is run again with a smaller scale.
     `rows` and `row_hashes` count the rows whose losses were computed (`row_count`). `ready` counts
@@ -58,6 +61,11 @@ class Vote:
     row_hashes: int = 0
     ready: int = 0
     audit: int = 0
+    changed: int = 0
+
+    @property
+    def has_changed_messages(self) -> bool:
+        return self.changed % MODULUS != 0
 
     @property
     def is_cut_over(self) -> bool:
@@ -147,6 +155,8 @@ class Voter:
     """Loss of preferences, which counts pairs; None: another objective."""
     rows: RowCount | None = None
     """Rows whose losses this worker has computed; None: the plan's workers do not count them."""
+    messages: MessageSums | None = None
+    """Messages between stages; None: the plan's workers have none."""
     next_begins_at: int | None = None
     """Step at which this worker is ready to begin the next generation; None: it has none."""
     _readiness: threading.Lock = field(default_factory=threading.Lock)
@@ -201,6 +211,8 @@ class Voter:
         with self._readiness:
             sums["ready"] = self.next_begins_at == step + 1
             self._voted_step = step
+        if self.messages:
+            sums["changed"] = self.messages.differences().sum()
         if self._next_checkpoint.is_set():
             self._next_checkpoint.clear()
             sums["checkpoints"] = 1.0

@@ -6,7 +6,8 @@ audit is done: block, vote, exchange, judgement, and the driver's count. Exact p
 a fault at once, are left out.
 
 alarms: processes of sound workers under several instruction sets and numbers of threads compute the
-same audits, of stages that are cut differently. Those of equal keys must have equal bits.
+same audits, of stages that are cut differently. Those of equal keys must have equal bits, the
+others values that lie nearer than a ceiling.
 
 cost: processor seconds of an audit and of a step beside it, in turns, on one thread.
 
@@ -17,6 +18,7 @@ python -m scripts.benchmarks.quality.fleet_audit [--parts faults alarms cost] [-
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -33,12 +35,16 @@ from autohet.control.ledger.failures import AuditLog
 from autohet.runtime.job import ModelSection
 from autohet.runtime.messages import AuditRecord
 from autohet.runtime.models.stages.block_audit import (
-    block_checksum,
+    BlockResult,
+    audit_block,
     device_key,
     weights_checksum,
 )
+from autohet.runtime.models.stages.sketches import ceiling, distance
+from autohet.runtime.models.stages.stage import StageModel
 from autohet.runtime.step.audit import (
     PASSED,
+    AuditedDevice,
     audited_layers,
     comparable_workers,
     find_mismatches,
@@ -64,23 +70,30 @@ SETTINGS = (("default", 1), ("avx2", 1), ("avx512", 1), ("avx512", 2))
 """Instruction set of ATen and number of threads of two processes each."""
 
 
+def checksum_of(stage: StageModel, layer: int, seed: int, step: int, length: int) -> int | None:
+    result = audit_block(stage, layer, seed, step, length)
+    return None if result is None else result.checksum
+
+
 def run_with_fault(seed: int, stages: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """Return the step at which a run's driver believes that a worker is wrong, and which."""
     wrong = random.Random(seed).choice(plan.workers)
-    keys = {worker: device_key(stage, "fp32", LENGTH) for worker, stage in stages.items()}
+    devices = {
+        worker: AuditedDevice(device_key(stage, "fp32", LENGTH)) for worker, stage in stages.items()
+    }
     log = AuditLog()
     faulty = FaultyArithmetic(Fault(rate=1e-4, seed=seed))
     for step in range(0, MOST_STEPS, EVERY):
         layers = audited_layers(plan, step // EVERY)
-        groups = comparable_workers(layers, keys)
+        groups = comparable_workers(layers, devices)
         results = {}
         for worker, stage in stages.items():
             call = (stage, layers[worker], seed, step, LENGTH)
             if worker != wrong:
-                results[worker] = block_checksum(*call)
+                results[worker] = checksum_of(*call)
                 continue
             with faulty:
-                results[worker] = block_checksum(*call)
+                results[worker] = checksum_of(*call)
         found: Any = ()
         if sum(vote_part(groups, worker, results[worker]) for worker in stages):
             answers = {}
@@ -122,8 +135,8 @@ def measure_faults(runs: int) -> dict[str, Any]:
     }
 
 
-def audit_alone(setting: tuple[str, int, int, int]) -> tuple[int, str, list[int | None]]:
-    """Return the key of a process, its instruction set, and the checksums of its audits."""
+def audit_alone(setting: tuple[str, int, int, int]) -> tuple[int, str, list[BlockResult | None]]:
+    """Return the key of a process, its instruction set, and the results of its audits."""
     _, threads, number, audits = setting
     torch.set_num_threads(threads)
     wide = {"hidden_size": 128, "intermediate_size": 320} if threads > 1 else {}
@@ -132,14 +145,15 @@ def audit_alone(setting: tuple[str, int, int, int]) -> tuple[int, str, list[int 
     stage = stage_chain(config, random_parameters(config), [[4], [1, 3]][number])[-1]
     found = []
     for index in range(audits):
-        found.append(block_checksum(stage, 1 + index % 3, 7, index, length))
+        layer = 1 + index % 3
+        found.append(audit_block(stage, layer, 7, index, length, sketched=True))
     return device_key(stage, "fp32", length), torch.backends.cpu.get_cpu_capability(), found
 
 
 def measure_alarms(audits: int) -> dict[str, Any]:
     one_thread = [each for each in SETTINGS if each[1] == 1]
     share = -(-audits // (2 * len(one_thread)))
-    bits: dict[int, list[list[int | None]]] = {}
+    results: dict[int, list[list[BlockResult]]] = {}
     rows = []
     pools = []
     for capability, threads in SETTINGS:
@@ -151,18 +165,31 @@ def measure_alarms(audits: int) -> dict[str, Any]:
         pools.append((threads, pool, pool.map(audit_alone, settings)))
     for threads, pool, answers in pools:
         for key, name, found in answers:
-            bits.setdefault(key, []).append(found)
+            results.setdefault(key, []).append([each for each in found if each is not None])
             rows.append({"instruction_set": name, "threads": threads, "audits": len(found)})
         pool.shutdown()
     alarms = 0
-    for one, two in bits.values():
-        alarms += sum(mine != theirs for mine, theirs in zip(one, two, strict=True))
-    values = [tuple(found[0]) for found in bits.values() if len(found[0]) == share]
+    for one, two in results.values():
+        pairs = zip(one, two, strict=True)
+        alarms += sum(mine.checksum != its.checksum for mine, its in pairs)
+    unlike = [found[0] for found in results.values() if len(found[0]) == share]
+    firsts = {found[0].checksum for found in unlike}
+    distances = []
+    for one, two in itertools.combinations(unlike, 2):
+        for mine, its in zip(one, two, strict=True):
+            assert mine.sketch is not None
+            assert its.sketch is not None
+            distances.append(distance(mine.sketch, its.sketch))
     return {
         "audits": sum(row["audits"] for row in rows),
         "false_alarms": alarms,
-        "keys": len(bits),
-        "instruction_sets_with_bits_of_their_own": len(set(values)),
+        "keys": len(results),
+        "instruction_sets_with_bits_of_their_own": len(firsts),
+        "unlike": {
+            "pairs": len(distances),
+            "false_alarms": sum(each > ceiling("fp32") for each in distances),
+            "largest_distance": max(distances),
+        },
         "workers": rows,
     }
 
@@ -183,7 +210,7 @@ def measure_cost(pairs: int) -> list[dict[str, Any]]:
             for _ in range(5):
                 stage.loss(tokens, tokens).backward()
             between = time.process_time()
-            block_checksum(stage, index % 6, 7, index, length)
+            audit_block(stage, index % 6, 7, index, length, sketched=True)
             audit_s = time.process_time() - between
             ratios.append(audit_s / (EVERY * (between - begin)))
         rows.append(

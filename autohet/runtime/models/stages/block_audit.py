@@ -32,6 +32,7 @@ from autohet.runtime.models.config_keys import is_recurrent
 from autohet.runtime.models.layers.dropout import column_keys, hashed_values, row_keys
 from autohet.runtime.models.layers.loss_terms import PLAIN
 from autohet.runtime.models.layers.tensor_parallel import ReduceGroup
+from autohet.runtime.models.stages.sketches import sketch
 from autohet.runtime.models.stages.stage import StageModel
 from recovery.state.checksum import combined
 from recovery.state.device_checksum import view_checksums
@@ -46,6 +47,14 @@ OWN_PACKAGES = {"torch", "transformers", "autohet"}
 """Packages of a block's modules on every machine."""
 CPU_SETTINGS = ("MKL_", "ONEDNN_", "DNNL_", "ATEN_")
 """Prefixes of environment variables that change these choices."""
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """Output and gradients of an audited block: their checksum, never 0, and their sketch."""
+
+    checksum: int
+    sketch: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,16 +97,42 @@ def device_key(stage: StageModel, compute: str, length: int) -> int:
     else:
         facts += [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
         facts += _cpu_facts()
-    if spec.tp is not None:
-        plan_stage = spec.tp.stage
-        facts += [spec.tp.rank, plan_stage.tp_degree, plan_stage.tp_shares]
-        facts += [plan_stage.sequence_parallel, plan_stage.expert_dispatch]
+    facts += _slice_facts(stage)
     packages = set()
     for module in stage.blocks.modules():
         for code in (type(module), module.forward):
             packages.add(code.__module__.partition(".")[0])
     # Some machines may lack a library whose kernels take the place of torch's.
     facts += sorted(packages - OWN_PACKAGES)
+    return _hashed(facts)
+
+
+def slice_key(stage: StageModel, length: int) -> int:
+    """Return a 63-bit hash of the part of a layer that a stage's audits compute, on any device.
+
+    0: results of unlike devices cannot be compared by their values. Their scores may send a token
+    to other experts.
+    """
+    if any(parameter.dim() > 2 for parameter in stage.blocks.parameters()):
+        return 0
+    return _hashed([length, *_slice_facts(stage)])
+
+
+def _slice_facts(stage: StageModel) -> list[object]:
+    tp = stage.spec.tp
+    if tp is None:
+        return []
+    plan_stage = tp.stage
+    return [
+        tp.rank,
+        plan_stage.tp_degree,
+        plan_stage.tp_shares,
+        plan_stage.sequence_parallel,
+        plan_stage.expert_dispatch,
+    ]
+
+
+def _hashed(facts: Sequence[object]) -> int:
     digest = hashlib.sha256(repr(facts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -114,11 +149,14 @@ def _cpu_facts() -> list[str]:
     return sorted(found)
 
 
-def block_checksum(stage: StageModel, layer: int, seed: int, step: int, length: int) -> int | None:
-    """Return the checksum of a layer's output and gradients on the inputs of `step`; never 0.
+def audit_block(
+    stage: StageModel, layer: int, seed: int, step: int, length: int, *, sketched: bool = False
+) -> BlockResult | None:
+    """Return what a layer's output and gradients are on the inputs of `step`.
 
-    The gradients are those of the input and of trained weights. None: the bits of this layer cannot
-    be compared, since its kernels are chosen by time, or memory is short.
+    The gradients are those of the input and of trained weights. sketched: with their sketch. None:
+    the bits of this layer cannot be compared, since its kernels are chosen by time, or memory is
+    short.
     """
     spec = stage.spec
     device = spec.device
@@ -140,7 +178,8 @@ def block_checksum(stage: StageModel, layer: int, seed: int, step: int, length: 
             out = stage.block_output(index, hidden.requires_grad_(), length)
             learned = [each for each in weights if each.requires_grad]
             found = torch.autograd.grad(out, [hidden, *learned], gradient, allow_unused=True)
-        return joint_checksum([out.detach(), *(each for each in found if each is not None)])
+        tensors = [out.detach(), *(each for each in found if each is not None)]
+        return BlockResult(joint_checksum(tensors), sketch(tensors) if sketched else None)
     except torch.OutOfMemoryError:
         return None
 
