@@ -27,7 +27,7 @@ def planned_spec(job: Job) -> ModelSpec:
     """
     facts: dict[str, Any] = {
         "precision": job.training.precision,
-        "dropout": job.model.dropout and job.training.objective != "dpo",
+        "dropout": job.model.dropout and job.training.preference_beta is None,
     }
     spec = _recall_or_derive(job, ModelSpec, facts, lambda: derive_spec(job))
     return replace(spec, name=job.name)
@@ -43,8 +43,8 @@ def with_adapter(spec: ModelSpec, job: Job) -> ModelSpec:
         "sequence_length": job.training.sequence_length,
     }
     adapted = _recall_or_derive(job, ModelSpec, facts, lambda: _derive_adapted(spec, job))
-    # The reference of a preference is the model without its adapters, in a forward pass of its own.
-    if job.training.preference_beta is not None:
+    # DPO's reference is the model without its adapters, in a forward pass of its own.
+    if job.training.objective == "dpo":
         return adapted.with_forward_passes(2)
     return adapted
 
@@ -147,7 +147,7 @@ def derive_spec(job: Job) -> ModelSpec:
         precision=training.precision,
         revision=model.revision,
         rows=(model.vocabulary_size, model.vocabulary_multiple),
-        dropout=model.dropout and training.objective != "dpo",
+        dropout=model.dropout and training.preference_beta is None,
     )
 
 

@@ -132,25 +132,29 @@ class Job:
         )
 
     def _check_preference(self) -> None:
-        is_preference = self.training.objective == "dpo"
+        objective = self.training.objective
+        is_preference = self.training.preference_beta is not None
         kind = "preference" if self.data is None else self.data.kind
         require(
             not is_preference or kind == "preference",
-            f"training.objective is dpo, but data.kind is {kind}; set data.kind: preference",
+            f"training.objective is {objective}, but data.kind is {kind}; set data.kind:"
+            " preference",
         )
         require(
             is_preference or self.data is None or kind != "preference",
             "data.kind is preference, which training.objective cross_entropy cannot train on; set"
             " training.objective: dpo, or data.kind: prompt_completion with the chosen answers",
         )
+        is_dpo = objective == "dpo"
         require(
-            not is_preference or self.model.adapter is not None,
+            not is_dpo or self.model.adapter is not None,
             "training.objective is dpo, but model.adapter is missing: the reference of the loss is"
-            " the model without its adapters; add `model: {adapter: {kind: lora}}`",
+            " the model without its adapters; add `model: {adapter: {kind: lora}}`, or set"
+            " training.objective: orpo, which has no reference",
         )
         saved = self.model.adapter.modules_to_save if self.model.adapter is not None else ()
         require(
-            not (is_preference and saved),
+            not (is_dpo and saved),
             "training.objective is dpo, whose reference is the frozen base, but"
             f" model.adapter.modules_to_save trains {', '.join(saved)}; adapt them as targets",
         )

@@ -139,8 +139,8 @@ def has_effect(key: str, scalars: Json) -> bool:
         return scalars.get("training.router_balance") == "bias"
     if key == "training.no_decay":
         return scalars.get("training.weight_decay") != 0
-    if key == "training.dpo_beta":
-        return scalars.get("training.objective") == "dpo"
+    if key in ("training.dpo_beta", "training.orpo_beta"):
+        return key == f"training.{scalars.get('training.objective')}_beta"
     kind = scalars.get("data.kind") or "text"
     if key == "data.text_field":
         return kind == "text" and scalars.get("data.tokens_field") is None

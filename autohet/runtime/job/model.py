@@ -51,7 +51,7 @@ class AdapterSection:
     """Probability with which an element of an adapter's input is dropped in training.
 
     Which ones are dropped depends on `training.seed` and the sample, not on the plan. Evaluation
-    drops nothing, nor does `training.objective: dpo`.
+    drops nothing, nor do the objectives of preferences.
     """
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class ModelSection:
     """Drop elements in training with the probabilities of the model's config.
 
     Which ones are dropped depends on `training.seed` and the sample, not on the plan. Evaluation
-    drops nothing, nor does `training.objective: dpo`. false: all of them are 0.
+    drops nothing, nor do the objectives of preferences. false: all of them are 0.
     """
 
     def __post_init__(self) -> None:

@@ -88,6 +88,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "training.label_smoothing": ("label_smoothing_factor",),
     "training.objective": ("loss_type", "rl", "pref_loss", "stage"),
     "training.dpo_beta": ("beta", "rl_beta", "pref_beta"),
+    "training.orpo_beta": ("orpo_alpha",),
     "training.router_balance_weight": ("router_aux_loss_coef",),
     "training.kernels": ("use_liger_kernel", "liger_kernel"),
     "training.compile_blocks": ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
@@ -280,7 +281,7 @@ WITHOUT_KEY: dict[str, tuple[str, ...]] = {
         "reference_free",
         "precompute_ref_*",
     ),
-    "the loss of preferences is DPO's own (sigmoid)": (
+    "the losses of preferences are DPO's own (sigmoid) and ORPO's": (
         "rpo_alpha",
         "ld_alpha",
         "f_divergence_type",

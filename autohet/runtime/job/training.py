@@ -13,7 +13,9 @@ from autohet.runtime.job.requirements import (
 )
 from planner.plans.plan import Recompute
 
-DEFAULT_DPO_BETA = 0.1
+DEFAULT_BETA = 0.1
+BETAS = {"dpo": "dpo_beta", "orpo": "orpo_beta"}
+"""Key of the strength of each objective that is trained on preferences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +83,18 @@ class TrainingSection:
 
     null: 0, as in transformers; 0.1 if `schedule` is null.
     """
-    objective: Literal["cross_entropy", "dpo"] = "cross_entropy"
+    objective: Literal["cross_entropy", "dpo", "orpo"] = "cross_entropy"
     """Loss that is trained on.
 
-    cross_entropy: the next token's. dpo: direct preference optimization (Rafailov et al. 2023) of
-    `data.kind: preference`, by adapters; its reference is the model without them.
+    cross_entropy: the next token's. The others are of `data.kind: preference`. dpo: direct
+    preference optimization (Rafailov et al. 2023), by adapters; its reference is the model without
+    them. orpo: the cross entropy of prompt and chosen answer with a term of the odds of both
+    answers (Hong et al. 2024), each averaged over its tokens; it has no reference.
     """
     dpo_beta: float | None = None
     """Strength of DPO's tie to its reference; null: 0.1."""
+    orpo_beta: float | None = None
+    """Weight of ORPO's term of odds (lambda in the paper); null: 0.1."""
     clip_norm: float | None = 1.0
     """Bound on the global gradient norm; null: no clipping."""
     label_smoothing: float = 0.0
@@ -201,10 +207,11 @@ class TrainingSection:
 
     @property
     def preference_beta(self) -> float | None:
-        """DPO's beta; None: another objective."""
-        if self.objective != "dpo":
+        """Beta of an objective of preferences; None: another objective."""
+        if self.objective not in BETAS:
             return None
-        return DEFAULT_DPO_BETA if self.dpo_beta is None else self.dpo_beta
+        beta: float | None = getattr(self, BETAS[self.objective])
+        return DEFAULT_BETA if beta is None else beta
 
     @cached_property
     def floor_ratio(self) -> float:
@@ -300,19 +307,21 @@ class TrainingSection:
         require_effect(self, "training.no_decay", decays, "a training.weight_decay above 0")
 
     def _check_objective(self) -> None:
-        require_positive("training.dpo_beta", self.dpo_beta)
-        is_preference = self.objective == "dpo"
-        require(
-            is_preference or self.dpo_beta is None,
-            f"training.dpo_beta is {self.dpo_beta}, but training.objective is {self.objective};"
-            " set training.objective: dpo, or leave dpo_beta out",
-        )
+        is_preference = self.objective in BETAS
+        for objective, key in BETAS.items():
+            beta = getattr(self, key)
+            require_positive(f"training.{key}", beta)
+            require(
+                self.objective == objective or beta is None,
+                f"training.{key} is {beta}, but training.objective is {self.objective}; set"
+                f" training.objective: {objective}, or leave {key} out",
+            )
         for key in ("label_smoothing", "z_loss", "router_balance"):
             value = getattr(self, key)
             require(
                 value in (0, "none") or not is_preference,
-                f"training.{key} is {value}, but training.objective is dpo, whose loss has no such"
-                " term; leave one out",
+                f"training.{key} is {value}, but training.objective is {self.objective}, whose loss"
+                " has no such term; leave one out",
             )
 
     def _check_schedule(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autohet.runtime.groups.clock import HostClock, StreamClock
+from autohet.runtime.models.layers.loss_terms import AnswerLosses
 from autohet.runtime.parallel.borders import Borders
 from autohet.runtime.parallel.place import Deal
 from autohet.runtime.parallel.preference import PreferenceLoss
@@ -41,7 +42,9 @@ class ExecutableStage(Protocol):
 
     def __call__(self, x: Tensor, begins: Tensor | None = None) -> Tensor: ...
     def loss(self, x: Tensor, targets: Tensor, begins: Tensor | None = None) -> Tensor: ...
-    def answer_losses(self, x: Tensor, targets: Tensor, begins: Tensor) -> Tensor: ...
+    def answer_losses(
+        self, x: Tensor, targets: Tensor, begins: Tensor, tokens: Tensor | None = None
+    ) -> AnswerLosses: ...
     def without_adapters(self) -> AbstractContextManager[None]: ...
 
 
@@ -144,10 +147,10 @@ class Executor:
         loss = torch.zeros((), dtype=torch.float64, device=device)
         num_targets = torch.zeros((), dtype=torch.int64, device=device)
 
-        def add(m: int, x: Tensor, targets: Tensor, isolated: tuple[Tensor, ...]) -> None:
+        def add(m: int, x: Tensor, batch: Batch, isolated: tuple[Tensor, ...]) -> None:
             nonlocal loss, num_targets
-            loss += self.loss_of(m, x, targets, isolated)
-            num_targets += (targets >= 0).sum()
+            loss += self.loss_of(m, x, batch, isolated)
+            num_targets += (batch[1] >= 0).sum()
 
         if self.preference is not None:
             assert begins is not None
@@ -157,15 +160,15 @@ class Executor:
         self._forward_passes(batch, count, begins, add, self.pacer)
         return loss, num_targets
 
-    def loss_of(self, m: int, x: Tensor, targets: Tensor, isolated: tuple[Tensor, ...]) -> Tensor:
+    def loss_of(self, m: int, x: Tensor, batch: Batch, isolated: tuple[Tensor, ...]) -> Tensor:
         """Return the sum of losses of microbatch m, on a last stage."""
         if self.preference is None:
-            return self.stage.loss(x, targets, *isolated)
-        return self.preference.loss(m, self.stage, x, targets, *isolated)
+            return self.stage.loss(x, batch[1], *isolated)
+        return self.preference.loss(m, self.stage, x, batch, *isolated)
 
     @torch.no_grad()
     def _run_reference(self, batch: Callable[[int], Batch], count: int, begins: PieceMap) -> None:
-        """Run forward passes of the reference, the stages without their adapters.
+        """Run forward passes of the reference, if the loss has one: stages without adapters.
 
         An emulated GPU sleeps out its time in the forward passes that follow, whose emulated
         seconds are those of both.
@@ -173,9 +176,11 @@ class Executor:
         preference = self.preference
         assert preference is not None
         preference.begin()
+        if not preference.has_reference:
+            return
 
-        def keep(m: int, x: Tensor, targets: Tensor, isolated: tuple[Tensor, ...]) -> None:
-            preference.keep_reference(m, self.stage, x, targets, *isolated)
+        def keep(m: int, x: Tensor, batch: Batch, isolated: tuple[Tensor, ...]) -> None:
+            preference.keep_reference(m, self.stage, x, batch[1], *isolated)
 
         with self.stage.without_adapters():
             self._forward_passes(batch, count, begins, keep, None)
@@ -185,12 +190,12 @@ class Executor:
         batch: Callable[[int], Batch],
         count: int,
         begins: PieceMap | None,
-        at_end: Callable[[int, Tensor, Tensor, tuple[Tensor, ...]], None],
+        at_end: Callable[[int, Tensor, Batch, tuple[Tensor, ...]], None],
         pacer: Pacer | None,
     ) -> None:
         """Pass `count` microbatches through the pipeline; the last stage calls `at_end` on each.
 
-        `at_end` receives the microbatch's number, its input, its targets, and its map of pieces if
+        `at_end` receives the microbatch's number, its input, its batch, and its map of pieces if
         there is one.
         """
         place = self.place
@@ -204,7 +209,7 @@ class Executor:
             isolated = () if begins is None else (begins(m),)
             started = time.perf_counter()
             if place.is_last:
-                at_end(m, x, targets, isolated)
+                at_end(m, x, (tokens, targets), isolated)
             else:
                 out = self.stage(x, *isolated)
             if pacer is not None:
@@ -272,7 +277,7 @@ class _Step:
             x = tokens if given is None else given
             isolated = () if self._begins is None else (self._begins(m),)
             if self._place.is_last:
-                loss = self._executor.loss_of(m, x, targets, isolated)
+                loss = self._executor.loss_of(m, x, (tokens, targets), isolated)
                 self._in_flight[m] = (x, loss)
                 self.loss += loss.detach()
                 # no .item(): on CUDA the host must not wait here

@@ -164,8 +164,8 @@ def _build_stage(
     build = getattr(family_of(config), "build_stage", build_stage)
     tp = None if tensor is None else TensorParallel(tensor, place.tp_rank, stage)
     recompute = stage.recompute or training.stage_recompute
-    if training.objective == "dpo":
-        # As in TRL's DPOTrainer: the reference drops nothing either.
+    if training.preference_beta is not None:
+        # As in TRL, and the reference drops nothing either.
         config = without_any_dropout(config)
     layers = range(stage.first_layer, stage.end_layer)
     built: StageModel = build(config, layers, tp, setup.device, dtype, recompute)

@@ -26,7 +26,7 @@ from autohet.runtime.parallel.host_staging import HostStaging, use_cores
 from autohet.runtime.parallel.message_sums import MessageSums
 from autohet.runtime.parallel.overlap import sums_have_one_order
 from autohet.runtime.parallel.place import Deal
-from autohet.runtime.parallel.preference import PreferenceLoss
+from autohet.runtime.parallel.preference import LOSSES
 from autohet.runtime.parallel.stage_dtypes import StageDtypes, scales_gradients
 from autohet.runtime.state.flat_optimizer import FlatOptimizer
 from autohet.runtime.state.optimizer import UpdateRule, clip_factor, parameters_without_decay
@@ -157,7 +157,8 @@ class StageTrainer(Trainer):
         pacer = None if pace is None else Pacer(pace, lambda: over.interrupted)
         beta = setup.training.preference_beta
         if beta is not None:
-            self.voter.preference = PreferenceLoss(beta, setup.device)
+            loss = LOSSES[setup.training.objective]
+            self.voter.preference = loss(beta, setup.device)
         return Executor(borders, self.stage, pacer, over.check, self._clock, self.voter.preference)
 
     def resume(self, kept: KeptPasses, rest: Deal) -> None:

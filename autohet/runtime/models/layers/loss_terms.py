@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class LossTerms:
@@ -29,3 +31,17 @@ class LossTerms:
 
 PLAIN = LossTerms()
 """Cross entropy alone, used in evaluation and in most training."""
+
+
+@dataclass(frozen=True)
+class AnswerLosses:
+    """Cross entropy of each row's chosen and rejected answer, and of the chosen one's prompt.
+
+    sums: fp32 [b, 2], over the answers' targets; counts: their numbers, int64 [b, 2]. prompt: fp32
+    [b], over prompt_counts tokens; None where it was not asked for.
+    """
+
+    sums: Tensor
+    counts: Tensor
+    prompt: Tensor | None = None
+    prompt_counts: Tensor | None = None

@@ -24,7 +24,7 @@ from autohet.runtime.models.layers.linear_loss import (
     cross_entropy_sum,
     linear_cross_entropy_sum,
 )
-from autohet.runtime.models.layers.loss_terms import PLAIN, LossTerms
+from autohet.runtime.models.layers.loss_terms import PLAIN, AnswerLosses, LossTerms
 from autohet.runtime.models.layers.pieces import answer_lengths, positions_of
 from autohet.runtime.models.layers.recomputation import run_block, usable_recompute
 from autohet.runtime.models.layers.tensor_parallel import (
@@ -260,10 +260,13 @@ class StageModel(nn.Module):
         """Forward and `loss_sum` of a last stage; the logits are never whole."""
         return self._loss_of(self._before_loss(x, begins), targets)
 
-    def answer_losses(self, x: Tensor, targets: Tensor, begins: Tensor) -> Tensor:
-        """Return the summed cross entropy of each row's two answers, fp32 [b, 2].
+    def answer_losses(
+        self, x: Tensor, targets: Tensor, begins: Tensor, tokens: Tensor | None = None
+    ) -> AnswerLosses:
+        """Return the cross entropy of each row's two answers.
 
-        The answers are the row's first two pieces; the rest of it is padding.
+        The answers are the row's first two pieces; the rest of it is padding. tokens: of the rows;
+        with them the prompt of the first answer has its cross entropy, too.
         """
         lengths: list[int] = []
         for row in answer_lengths(begins):
@@ -271,11 +274,25 @@ class StageModel(nn.Module):
         states = self._before_loss(x, begins).flatten(0, 1).split(lengths)
         wanted = targets.flatten().split(lengths)
         losses = []
+        counts = []
+        prompts = []
+        prompt_counts = []
+        pieces = None if tokens is None else tokens.flatten().split(lengths)
         for place in range(len(lengths)):
             # A row's third part is its padding.
-            if place % 3 != 2:
-                losses.append(self._loss_of(states[place], wanted[place]))
-        return torch.stack(losses).view(-1, 2)
+            if place % 3 == 2:
+                continue
+            losses.append(self._loss_of(states[place], wanted[place]))
+            counts.append((wanted[place] >= 0).sum())
+            if pieces is not None and place % 3 == 0:
+                following = pieces[place][1:].masked_fill(wanted[place][:-1] >= 0, -100)
+                prompts.append(self._loss_of(states[place][:-1], following))
+                prompt_counts.append((following >= 0).sum())
+        sums = torch.stack(losses).view(-1, 2)
+        numbers = torch.stack(counts).view(-1, 2)
+        if not prompts:
+            return AnswerLosses(sums, numbers)
+        return AnswerLosses(sums, numbers, torch.stack(prompts), torch.stack(prompt_counts))
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Sum the cross entropy over `targets` [b, S] other than -100.
