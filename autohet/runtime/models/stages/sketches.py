@@ -21,8 +21,8 @@ from autohet.runtime.models.layers.dropout import column_keys
 NUM_SUMS = 8
 NUM_VALUES = NUM_SUMS + 1
 """Numbers of a sketch: signed sums, and the sum of the logarithms of the tensors' norms."""
-CHUNK_ROWS = 4096
-"""Rows of a tensor that are converted to fp32 at a time."""
+CHUNK_ELEMENTS = 1 << 22
+"""Limit on the elements that are converted to fp32 at a time."""
 CEILINGS = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 3e-2}
 """Largest distances of sound results by format of the products.
 
@@ -48,7 +48,8 @@ def sketch(tensors: Sequence[Tensor]) -> tuple[float, ...]:
         row_signs = _signs(f"rows of tensor {place}", len(values), device)
         sums = torch.zeros(NUM_SUMS, columns, device=device)
         squares = torch.zeros((), dtype=torch.float64, device=device)
-        chunks = zip(values.split(CHUNK_ROWS), row_signs.split(CHUNK_ROWS, dim=1), strict=True)
+        num_rows = max(1, CHUNK_ELEMENTS // columns)
+        chunks = zip(values.split(num_rows), row_signs.split(num_rows, dim=1), strict=True)
         for chunk, signs in chunks:
             exact = chunk.float()
             sums += signs @ exact
