@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from autohet.runtime.messages import AuditCause
 from autohet.runtime.models.family import COMPUTE_DTYPES
-from autohet.runtime.models.stages import block_audit
+from autohet.runtime.models.stages import block_audit, sketches
 from autohet.runtime.models.stages.block_audit import (
     audit_block,
     device_key,
@@ -317,7 +317,9 @@ def test_who_is_far_from_all_others_is_named() -> None:
 
 
 @pytest.mark.parametrize("place", ["element", "row", "column", "all"])
-def test_a_sketch_tells_the_relative_difference_wherever_it_is(place: str) -> None:
+def test_a_sketch_tells_the_relative_difference_wherever_it_is(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wrong: signs of a period, or of rows or columns alone, in which a difference cancels."""
     draw = torch.Generator().manual_seed(3)
     tensors = [torch.randn(5000, 64, generator=draw), torch.randn(32, generator=draw)]
@@ -329,6 +331,9 @@ def test_a_sketch_tells_the_relative_difference_wherever_it_is(place: str) -> No
         error[where] = noise[where]
         error *= 0.01 * tensors[0].norm() / error.norm()
         found.append(distance(sketch(tensors), sketch([tensors[0] + error, tensors[1]])))
+    whole = sketch(tensors)
+    monkeypatch.setattr(sketches, "CHUNK_ELEMENTS", 1 << 12)
+    assert sketch(tensors) == pytest.approx(whole, abs=1e-5), "in parts"
     # One of two tensors differs by 1%.
     assert sum(found) / len(found) == pytest.approx(0.01 / 2**0.5, rel=0.3)
     assert min(found) > 1e-3
