@@ -98,7 +98,7 @@ def test_it_ends_where_somebody_interrupts_and_is_kept_where_asked(place: Path) 
     assert not any(call.startswith("down") for call in calls(place))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_signal_stops_the_job_before_the_cluster(place: Path, number: signal.Signals) -> None:
     run = start(place, JOB_SECONDS="30", JOB_ID="raysubmit_1")
     wait_until(lambda: any(call.startswith("job submit") for call in calls(place)), "the job")
