@@ -7,31 +7,18 @@ import ast
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("planner", "recovery", "autohet")
+from tests.architecture.sources import ROOT, all_statements, paths, trees
+
 MOST_MODULES = 20  # of one folder
 Imports = Mapping[str, Iterable[str]]
 
 
-@functools.cache
-def files() -> Mapping[str, Path]:
-    """Return the file of each module."""
-    found = {}
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found[name] = path
-    return found
-
-
 def imports_of(module: str) -> set[str]:
     """Return the modules of ours that a module names in its imports."""
-    known = files()
+    known = paths()
     found = set()
-    for node in ast.walk(ast.parse(known[module].read_text())):
+    for node in all_statements(trees()[known[module].relative_to(ROOT)]):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -44,7 +31,7 @@ def imports_of(module: str) -> set[str]:
 
 @functools.cache
 def graph() -> Imports:
-    return {module: sorted(imports_of(module)) for module in files()}
+    return {module: sorted(imports_of(module)) for module in paths()}
 
 
 def circles(imports: Imports) -> Iterator[set[str]]:
@@ -100,6 +87,6 @@ def folder(module: str) -> str:
 
 
 def test_no_folder_is_a_heap_of_modules():
-    counts = Counter(str(path.parent.relative_to(ROOT)) for path in files().values())
+    counts = Counter(str(path.parent.relative_to(ROOT)) for path in paths().values())
     large = {name for name, count in counts.items() if count - 1 > MOST_MODULES}
     assert large == set(), "sort its modules into folders by subject"

@@ -6,8 +6,8 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("planner", "recovery", "autohet")
+from tests.architecture.sources import trees
+
 ROLES = {
     "add_options": "every command of autohet.cli",
     "run": "every command, and every part of the benchmarks",
@@ -23,12 +23,12 @@ ALIKE = {
 """Names of one meaning with more than one place."""
 
 
-def definitions(path: Path) -> list[tuple[str, str]]:
+def definitions(path: Path, tree: ast.Module) -> list[tuple[str, str]]:
     """Return (name, code that tells its meaning) of a module's public classes, functions and type
     aliases.
     """
     found = []
-    for statement in ast.parse(path.read_text()).body:
+    for statement in tree.body:
         if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found.append((statement.name, str(path)))
         elif isinstance(statement, ast.Assign | ast.AnnAssign):
@@ -42,11 +42,10 @@ def definitions(path: Path) -> list[tuple[str, str]]:
 def test_a_public_name_has_one_meaning() -> None:
     places = defaultdict(list)
     meanings = defaultdict(set)
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for name, meaning in definitions(path):
-                places[name].append(str(path.relative_to(ROOT)))
-                meanings[name].add(meaning)
+    for path, tree in trees().items():
+        for name, meaning in definitions(path, tree):
+            places[name].append(str(path))
+            meanings[name].add(meaning)
     several = {name for name, found in meanings.items() if len(found) > 1}
     wrong = {name: places[name] for name in sorted(several - ROLES.keys() - ALIKE.keys())}
     assert not wrong, "give one of them a name of its own"

@@ -7,11 +7,12 @@ import functools
 import io
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("planner", "recovery", "autohet")
+from tests.architecture.sources import ROOT, inner_statements, trees
+
 MAX_PARAMETERS = 6
 MAX_METHODS = 20
 MAX_TOKENS = 655_400
@@ -30,11 +31,6 @@ MAX_LINES = 4
 """Lines of a comprehension: two of content, and one for each bracket."""
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
-LONG_TODAY: dict[str, int] = {}
-"""Files with longer comprehensions, and their number. The list only becomes shorter."""
-NESTED_TODAY: dict[str, int] = {}
-"""Files with a conditional expression inside another, and their number."""
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 GIVEN_BY_OTHERS = {
@@ -50,22 +46,14 @@ GIVEN_BY_OTHERS = {
 """Functions whose parameters another library prescribes, and which."""
 
 
-@functools.cache
-def trees() -> tuple[tuple[str, ast.Module], ...]:
-    """Return the path and the syntax tree of every module."""
-    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    return tuple((str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in paths)
-
-
 def named(tree: ast.AST, kinds: type | tuple[type, ...], prefix: str = "") -> Iterator:
     """Yield (qualified name, node) of each definition of `kinds`."""
-    for node in ast.iter_child_nodes(tree):
-        name = getattr(node, "name", None)
+    for node in inner_statements(tree):
         inner = prefix
-        if isinstance(node, ast.ClassDef | Function) and name is not None:
-            inner = f"{prefix}{name}."
+        if isinstance(node, ast.ClassDef | Function):
+            inner = f"{prefix}{node.name}."
             if isinstance(node, kinds):
-                yield f"{prefix}{name}", node
+                yield f"{prefix}{node.name}", node
         yield from named(node, kinds, inner)
 
 
@@ -91,7 +79,7 @@ def test_parameters_are_counted():
 def test_functions_have_few_parameters():
     found = {
         f"{path} {name}"
-        for path, tree in trees()
+        for path, tree in trees().items()
         for name, function in named(tree, Function)
         if num_parameters(function) > MAX_PARAMETERS
     }
@@ -103,7 +91,7 @@ def test_functions_have_few_parameters():
 def test_classes_have_few_methods():
     found = {
         f"{path} {name}"
-        for path, tree in trees()
+        for path, tree in trees().items()
         for name, kind in named(tree, ast.ClassDef)
         if num_methods(kind) > MAX_METHODS
     }
@@ -113,8 +101,9 @@ def test_classes_have_few_methods():
 def num_tokens(text: str, tree: ast.Module) -> int:
     """Return the number of tokens of a module without comments and docstrings."""
     docstrings: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
+    definitions = [node for _, node in named(tree, (ast.ClassDef, *get_args(Function)))]
+    for node in (tree, *definitions):
+        if ast.get_docstring(node, clean=False):
             first = node.body[0]
             assert first.end_lineno is not None
             docstrings.update(range(first.lineno, first.end_lineno + 1))
@@ -128,38 +117,45 @@ def test_tokens_are_counted_without_words():
 
 
 def test_the_code_does_not_grow():
-    total = sum(num_tokens((ROOT / path).read_text(), tree) for path, tree in trees())
+    total = sum(num_tokens((ROOT / path).read_text(), tree) for path, tree in trees().items())
     assert total <= MAX_TOKENS, "delete what the change makes useless"
 
 
-def long_comprehensions(tree: ast.AST) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
-        if isinstance(node, COMPREHENSIONS):
-            assert node.end_lineno is not None
-            if node.end_lineno - node.lineno + 1 > MAX_LINES:
-                yield node
+@functools.cache
+def expressions(path: Path) -> list[ast.expr]:
+    """Return all comprehensions and conditional expressions of a module."""
+    kinds = (*COMPREHENSIONS, ast.IfExp)
+    return [node for node in ast.walk(trees()[path]) if isinstance(node, kinds)]
 
 
-def nested_conditionals(tree: ast.AST) -> Iterator[ast.IfExp]:
-    """Yield each conditional expression that holds another one, at any depth."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.IfExp):
-            parts = (node.test, node.body, node.orelse)
-            if any(isinstance(each, ast.IfExp) for part in parts for each in ast.walk(part)):
-                yield node
+def is_long_comprehension(node: ast.expr) -> bool:
+    assert node.end_lineno is not None
+    return isinstance(node, COMPREHENSIONS) and node.end_lineno - node.lineno + 1 > MAX_LINES
 
 
-def too_many(found: Counter[str], allowed: dict[str, int]) -> dict[str, int]:
-    """Return the count of each file that has more than it is allowed."""
-    return {path: count for path, count in found.items() if count > allowed.get(path, 0)}
+def is_nested_conditional(node: ast.expr) -> bool:
+    """True for a conditional expression that holds another one, at any depth."""
+    return isinstance(node, ast.IfExp) and any(
+        isinstance(each, ast.IfExp) for each in ast.walk(node) if each is not node
+    )
+
+
+def find(text: str, wanted: Callable[[ast.expr], bool]) -> list[int]:
+    """Return the lines of the expressions that are `wanted`."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.expr)]
+    return [node.lineno for node in nodes if wanted(node)]
+
+
+def count(wanted: Callable[[ast.expr], bool]) -> dict[Path, int]:
+    """Return the number of `wanted` expressions of each file that has some."""
+    return dict(Counter(path for path in trees() for node in expressions(path) if wanted(node)))
 
 
 def test_long_comprehensions_are_found():
     short = "a = [\n    x\n    for x in y\n]\n"
     long = "b = {\n    x: z\n    for x in y\n    if x\n}\n"
     argument = "c = sum(\n    x\n    for x in y\n    if x\n)\n"
-    found = [node.lineno for node in long_comprehensions(ast.parse(short + long + argument))]
-    assert found == [5, 10]
+    assert find(short + long + argument, is_long_comprehension) == [5, 10]
 
 
 def test_nested_conditionals_are_found():
@@ -171,15 +167,12 @@ def test_nested_conditionals_are_found():
         "a = (1 if b else 2) + (3 if c else 4)",
         "a = 1 if (b if c else d) else 2",
     ]
-    found = [node.lineno for node in nested_conditionals(ast.parse("\n".join(lines)))]
-    assert found == [2, 3, 4, 6]
+    assert find("\n".join(lines), is_nested_conditional) == [2, 3, 4, 6]
 
 
 def test_comprehensions_fit_on_two_lines():
-    found = Counter(path for path, tree in trees() for _ in long_comprehensions(tree))
-    assert too_many(found, LONG_TODAY) == {}, "name a part, or write a loop or a function"
+    assert count(is_long_comprehension) == {}, "name a part, or write a loop or a function"
 
 
 def test_conditional_expressions_hold_no_other():
-    found = Counter(path for path, tree in trees() for _ in nested_conditionals(tree))
-    assert too_many(found, NESTED_TODAY) == {}, "write if and elif, or a function"
+    assert count(is_nested_conditional) == {}, "write if and elif, or a function"

@@ -7,48 +7,10 @@ import importlib
 import inspect
 import pickle
 import pkgutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("planner", "recovery", "autohet")
-BLOCKER = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {blocked!r}:
-            raise ImportError(f"{{name}} is behind the wall")
-sys.meta_path.insert(0, Blocker())
-import importlib, pkgutil
-package = importlib.import_module({package!r})
-for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    try:
-        importlib.import_module(module.name)
-    except ModuleNotFoundError as error:
-        if error.name != "triton":  # PyTorch's CPU builds come without it
-            raise
-"""
-
-
-@pytest.mark.parametrize(
-    ("package", "blocked"),
-    [
-        ("planner", ["torch", "ray", "boto3", "transformers", "autohet", "recovery"]),
-        ("recovery", ["ray", "planner", "autohet", "transformers"]),
-    ],
-)
-def test_a_package_imports_without_what_it_must_not_know(package, blocked):
-    run = subprocess.run(
-        [sys.executable, "-c", BLOCKER.format(blocked=set(blocked), package=package)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+from tests.architecture.sources import PACKAGES, ROOT
 
 
 def source_files():

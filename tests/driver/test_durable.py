@@ -127,23 +127,27 @@ def test_checkpoints_committed_between_two_looks_are_all_told(tmp_path):
     assert ledger.checkpoints.step == 8
 
 
-@pytest.fixture(params=["directory", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URI of a storage."""
-    if request.param == "directory":
-        yield str(tmp_path)
-        return
+@pytest.fixture
+def s3() -> Iterator[str]:
     with s3_server() as server:
         yield f"{server.create_bucket(uuid.uuid4().hex)}/job"
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(None, [2, 4, 6, 8, 10]), (2, [8, 10])])
+@pytest.mark.parametrize(
+    ("storage_kind", "keep", "kept"),
+    [("tmp_path", None, [2, 4, 6, 8, 10]), ("tmp_path", 2, [8, 10]), ("s3", 2, [8, 10])],
+)
 def test_all_checkpoints_are_kept_where_that_is_asked_for(
-    place: str, keep: int | None, kept: list[int], monkeypatch: pytest.MonkeyPatch
+    storage_kind: str,
+    keep: int | None,
+    kept: list[int],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Generation 2 goes back to step 4, so its predecessor's steps 6 and 12 are of a history that
     was left.
     """
+    place = str(request.getfixturevalue(storage_kind))
     storage, layout = open_storage(place), two_worker_layout(state_specs())
     durable = Durable(open_storage(place), RunFacts("job", {}, {}), Retention(keep))
 

@@ -15,9 +15,10 @@ from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, Tr
 
 from autohet.control.ledger.ledger import Ledger
 from autohet.control.ledger.run_summary import ledger_status, ledger_summary
+from autohet.control.values import evaluation_log
 from autohet.control.values.change import Change
 from autohet.control.values.effects import Decision, Round
-from autohet.control.values.evaluation_log import MOST_LOSSES, EvaluationLog
+from autohet.control.values.evaluation_log import EvaluationLog
 from autohet.control.values.observation import NodeView, Observation
 from autohet.driver.callbacks.trackers import Scalars
 from autohet.driver.job.elastic_trainer import History
@@ -108,13 +109,14 @@ def test_trackers_and_history_have_it_at_the_step_before() -> None:
     assert (row["evaluation_loss"], row["learning_rate"], row["epoch"]) == (2.5, 0.1, 0.5)
 
 
-def test_a_log_keeps_the_lowest_and_the_newest_losses() -> None:
+def test_a_log_keeps_the_lowest_and_the_newest_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_log, "MOST_LOSSES", 50)
     log = EvaluationLog()
-    for step in range(3 * MOST_LOSSES):
+    for step in range(150):
         log.take(step, 0.5 if step == 7 else 10.0 + step)
-    assert len(log.losses) <= 2 * MOST_LOSSES
+    assert len(log.losses) <= 100
     assert 7 in log.losses
-    assert 3 * MOST_LOSSES - 1 in log.losses
+    assert 149 in log.losses
     log.take(8, float("nan"))
     assert log.best_steps()[0] == 7
     assert 8 not in log.best_steps()

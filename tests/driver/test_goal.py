@@ -299,8 +299,12 @@ def test_the_budget_ends_a_job_with_a_checkpoint_before_it_is_passed(tmp_path: P
 
 
 def test_the_command_quotes_and_says_what_it_assumes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Two draws leave nothing to another process, whose start takes longer than they do.
+    monkeypatch.setattr(
+        "autohet.simulate.quote.run_in_background", lambda work, draws: lambda: work(draws)
+    )
     job, cluster = documents(tmp_path)
     command = ["quote", "--job", str(job), "--cluster", str(cluster)]
     assert main(command) == 2

@@ -104,7 +104,7 @@ def test_agents_of_one_authority_read_and_push_and_others_do_not(
             )
         for stranger in (foreign, None):
             with (
-                ShardClient("127.0.0.1", server.port, "token", 5, tls=stranger) as client,
+                ShardClient("127.0.0.1", server.port, "token", 1, tls=stranger) as client,
                 pytest.raises((PeerUnreachable, PeerTimeout)),
             ):
                 list(client.read(held.source, shards, held.checksums))

@@ -274,12 +274,8 @@ def random_pair(seed: int) -> tuple[Plan, Plan]:
     return random_plan(draw), random_plan(draw)
 
 
-def test_a_plan_that_fits_in_training_fits_in_its_transition(tmp_path: Path) -> None:
-    """One of the pairs below, in which some devices have room for both states and one has not."""
-    move(*random_pair(0), tmp_path)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 41))
+@pytest.mark.parametrize("seed", range(41))
 def test_no_pair_of_plans_that_fit_in_training_fails_between(seed: int, tmp_path: Path) -> None:
+    """Pair 0 is moved in each run, by test_host_memory_prediction.py."""
     move(*random_pair(seed), tmp_path)
