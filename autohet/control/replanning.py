@@ -103,7 +103,7 @@ def _horizon_s(memory: JobMemory, seen: Observation, usable: Collection[str]) ->
     last = memory.ledger.last_step
     if last is None or memory.proposal is None:
         return horizon_s
-    left_steps = last - memory.ledger.committed_steps
+    left_steps = max(last - memory.ledger.committed_steps, memory.script.steps_left)
     left_s = left_steps * memory.proposal.predicted_step_s
     return max(1.0, min(horizon_s, left_s))
 

@@ -156,8 +156,8 @@ class Rehearsal:
         name = what.node
         if event.event == "arrival":
             assert self._fleet is not None, "check_script lets no arrival on a real cluster pass"
-            node = self._fleet.add(event.node_type or "", event.node)
-            logger.info("Rehearsal: %s joins", node.name)
+            logger.info("Rehearsal: %s joins", event.node or f"a node of type {event.node_type}")
+            self._fleet.join(event.node_type or "", event.node)
             return
 
         has_left = self._fleet is not None and name not in self._fleet.nodes
