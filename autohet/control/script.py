@@ -46,12 +46,12 @@ class Script:
 
     @property
     def steps_left(self) -> int:
-        """Steps that were left when the first unanswered arrival happened; 0 without one."""
-        return self.joining[0].steps_left if self.joining else 0
+        """Steps that were left when the first unanswered arrival happened."""
+        return self.joining[0].steps_left
 
     @property
     def least_steps(self) -> int:
-        """Least number of steps of a plan that answers an arrival; 0 if none is unanswered."""
+        """Least number of steps of a plan that answers an arrival."""
         return -(-self.steps_left // STEPS_AFTER)
 
     def answer(self, nodes: Collection[str]) -> None:

@@ -119,7 +119,7 @@ def order_terms(memory: JobMemory, proposal: PlanProposal) -> OrderTerms:
     log = memory.ledger.evaluation_log
     return OrderTerms(
         last_step=memory.ledger.planned_end,
-        least_steps=memory.script.least_steps,
+        least_steps=memory.script.least_steps if memory.script.joining else 0,
         step_timeout_s=memory.timeouts.step_s,
         change_s=memory.planning.horizon_s,
         evaluations=log if log.section else None,

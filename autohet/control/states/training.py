@@ -145,7 +145,7 @@ def _close_finished(memory: JobMemory, seen: Observation, step: int) -> Deciding
     script = memory.script
     if log.section and log.ends_run(step):
         reason = log.early_end_reason
-    elif script.awaits_answer(step):
+    elif (script.joining or script.left) and script.awaits_answer(step):
         if script.waits_until is None:
             script.waits_until = seen.now + 2 * memory.timeouts.worker_start_s
             sentence = (

@@ -66,7 +66,7 @@ class EmulatedFleet:
     head_arguments: Mapping[str, Any] = field(default_factory=dict)
     cluster: LocalCluster | None = None
     _counts: dict[str, int] = field(default_factory=dict)
-    _joining: list[threading.Thread] = field(default_factory=list)
+    _threads: list[threading.Thread] = field(default_factory=list)
 
     def start(self, counts: Mapping[str, int] | None = None) -> str:
         """Start the head and `counts` nodes of each type (default: min_workers).
@@ -135,21 +135,26 @@ class EmulatedFleet:
         self.nodes[name] = EmulatedNode(name, node_type, ray_node)
         return self.nodes[name]
 
-    def join(self, node_type: str, name: str | None = None) -> None:
-        """Call `add` on a thread: the caller does not wait for the machine's start."""
-        thread = threading.Thread(target=self.add, args=(node_type, name), daemon=True)
-        self._joining.append(thread)
-        thread.start()
+    def kill(self, name: str, *, wait: bool = True) -> None:
+        """Kill the machine at once, with its host memory and its disk.
 
-    def kill(self, name: str) -> None:
-        """Kill the machine at once, with its host memory and its disk."""
-        assert self.cluster is not None
+        wait: False if Ray's own processes, which take longer to end, are not waited for.
+        """
         node = self.nodes.pop(name)
         # Left alone, they would end a second after their raylet.
         for process_id in _worker_processes(node.ray_node):
             _signal(process_id, signal.SIGKILL)
+        if wait:
+            self._remove(node)
+        else:
+            thread = threading.Thread(target=self._remove, args=(node,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _remove(self, node: EmulatedNode) -> None:
+        assert self.cluster is not None
         self.cluster.remove_node(node.ray_node, allow_graceful=False)
-        self._erase(name)
+        self._erase(node.name)
 
     def _erase(self, name: str) -> None:
         """Erase the machine's host memory and disk, and directories that held nothing else."""
@@ -171,15 +176,15 @@ class EmulatedFleet:
     def reap(self, now: float) -> list[str]:
         """Kill the machines whose scheduled end has come; return their names."""
         due = []
-        for name, node in list(self.nodes.items()):
+        for name, node in self.nodes.items():
             if node.doomed_at is not None and now >= node.doomed_at:
                 due.append(name)
         for name in due:
-            self.kill(name)
+            self.kill(name, wait=False)
         return due
 
     def close(self) -> None:
-        for thread in self._joining:
+        for thread in self._threads:
             thread.join(START_S)
         if ray.is_initialized():
             ray.shutdown()
@@ -217,7 +222,7 @@ def _as_machines() -> Iterator[None]:
     module: Any = services
     before = (module.ConsolePopen, module.get_node)
     module.ConsolePopen = functools.partial(module.ConsolePopen, process_group=0)
-    module.get_node = functools.partial(_await_node, before[1])
+    module.get_node = functools.partial(_await_node, module.get_node)
     try:
         yield
     finally:

@@ -156,8 +156,8 @@ class Rehearsal:
         name = what.node
         if event.event == "arrival":
             assert self._fleet is not None, "check_script lets no arrival on a real cluster pass"
-            logger.info("Rehearsal: %s joins", event.node or f"a node of type {event.node_type}")
-            self._fleet.join(event.node_type or "", event.node)
+            node = self._fleet.add(event.node_type or "", event.node)
+            logger.info("Rehearsal: %s joins", node.name)
             return
 
         has_left = self._fleet is not None and name not in self._fleet.nodes
@@ -184,6 +184,6 @@ class Rehearsal:
             for process_id in what.processes.values():
                 self._fleet.freeze(process_id)
         elif self._fleet is not None:
-            self._fleet.kill(name)
+            self._fleet.kill(name, wait=False)
         else:
             self._kill(list(what.processes))
