@@ -89,9 +89,18 @@ def decide(memory: JobMemory, seen: Observation) -> Effects:
     yield from _buy(memory, seen)
     if isinstance(memory.state, Training):
         yield from _pace_checkpoints(memory, seen)
-        if memory.script.left:
-            step = memory.ledger.committed_steps
-            yield from memory.script.due(step, seen, memory.members)
+        yield from _rehearse(memory, memory.state, seen)
+
+
+def _rehearse(memory: JobMemory, state: Training, seen: Observation) -> Effects:
+    """Make the next scripted event happen if it is due, and count arrivals that are answered."""
+    script = memory.script
+    is_undecided = state.considering or state.preparing or memory.ledger.open_change
+    if script.joining and not is_undecided:
+        script.answer(memory.planned_nodes | state.declined)
+    if script.left:
+        ledger = memory.ledger
+        yield from script.due(ledger.committed_steps, seen, memory.members, ledger.planned_end)
 
 
 def _pace_checkpoints(memory: JobMemory, seen: Observation) -> Effects:

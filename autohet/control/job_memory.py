@@ -130,6 +130,8 @@ class JobMemory:
     """True if workers can build a generation while they train in the one before it."""
     cuts_over: bool = False
     """True if workers can begin a prepared generation without a stop."""
+    prepares_at_death: bool = False
+    """True if survivors prepare the plan without the dead while they leave the step."""
     keeps_passes: bool = False
     """True if workers of whole pipelines can keep the passes of a step that a death has ended."""
     reserved: int = 0

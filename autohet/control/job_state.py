@@ -85,7 +85,12 @@ class Quiescing:
     broken: tuple[str, ...] = ()
     proposal: PlanProposal | None = None
     prepared: int | None = None
-    """Number of the generation that all workers of `proposal` have prepared; None: none is."""
+    """Number of the generation that the workers of `proposal` prepare, or have prepared.
+
+    None: none does.
+    """
+    has_prepared: bool = False
+    """True once the survivors of a death were asked to prepare a plan."""
     keeping: frozenset[str] = frozenset()
     """Workers that end their passes of a gated step first; empty once nothing can be kept."""
     rolling: frozenset[str] = frozenset()

@@ -11,6 +11,7 @@ from autohet.control.planning.outlook import move_s
 from autohet.control.values.actions import RequestStop
 from autohet.control.values.change import Change
 from autohet.control.values.effects import Deciding, Decision, event
+from autohet.runtime.messages import PreparationOrder
 
 if TYPE_CHECKING:
     from autohet.control.job_memory import JobMemory
@@ -104,6 +105,8 @@ def _horizon_s(memory: JobMemory, seen: Observation, usable: Collection[str]) ->
     if last is None or memory.proposal is None:
         return horizon_s
     left_steps = last - memory.ledger.committed_steps
+    if memory.script.joining:
+        left_steps = max(left_steps, memory.script.steps_left)
     left_s = left_steps * memory.proposal.predicted_step_s
     return max(1.0, min(horizon_s, left_s))
 
@@ -136,6 +139,21 @@ def unused_generation(memory: JobMemory, seen: Observation, prepared: int | None
     if prepared is not None and prepared > newest:
         return prepared
     return max(newest, memory.reserved) + 1
+
+
+def preparation_order(
+    memory: JobMemory, proposal: PlanProposal, seen: Observation, leaving: tuple[str, ...] = ()
+) -> PreparationOrder:
+    """Return the order to prepare a generation of this plan, and reserve its number."""
+    memory.reserved = unused_generation(memory, seen)
+    return PreparationOrder(
+        memory.reserved,
+        proposal.plan,
+        *seen.store,
+        memory.timeouts.step_s,
+        gated=is_gated(memory, proposal),
+        leaving=leaving,
+    )
 
 
 def drop_search(state: State) -> None:

@@ -1,8 +1,13 @@
-"""Scripted events of a rehearsal: when they are due and which nodes they hit (pure)."""
+"""Scripted events of a rehearsal: when they are due and which nodes they hit (pure).
+
+A node that is to join starts on the machine that trains, which may be busy: the run does not end
+before the node has been answered, by a plan with it or by the decision to stay.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autohet.control.values.actions import Rehearse
@@ -12,6 +17,21 @@ if TYPE_CHECKING:
     from autohet.runtime.job import Job, ScriptedEvent
 
 
+STEPS_AFTER = 4
+"""A plan with a node that joins trains for this part of the steps that were left at its event."""
+
+
+@dataclass(frozen=True)
+class Joining:
+    """Scripted arrival that is not answered.
+
+    before: nodes that were there when it happened. steps_left: steps of the run that were left.
+    """
+
+    before: frozenset[str]
+    steps_left: int
+
+
 class Script:
     """Scripted events that have not happened yet. Owned by the controller, as part of its state."""
 
@@ -19,15 +39,47 @@ class Script:
         script = job.elastic.script if "script" in job.elastic.notice_sources else ()
         self.left = sorted(script, key=lambda event: event.at_step)
         """Events that have not happened yet, the next one first."""
+        self.joining: list[Joining] = []
+        """Arrivals that have happened and are not answered."""
+        self.waits_until: float | None = None
+        """Time until which a run that is trained waits for an answer; None: it has not waited."""
 
-    def due(self, step: int, seen: Observation, members: Collection[str]) -> list[Rehearse]:
+    @property
+    def steps_left(self) -> int:
+        """Steps that were left when the first unanswered arrival happened."""
+        return self.joining[0].steps_left
+
+    @property
+    def least_steps(self) -> int:
+        """Least number of steps of a plan that answers an arrival."""
+        return -(-self.steps_left // STEPS_AFTER)
+
+    def answer(self, nodes: Collection[str]) -> None:
+        """Count arrivals as answered one of whose nodes is in `nodes`."""
+        self.joining = [each for each in self.joining if each.before.issuperset(nodes)]
+
+    def awaits_answer(self, step: int) -> bool:
+        """Return True if an arrival is unanswered after `step` steps, or has yet to happen."""
+        due = [event for event in self.left if event.at_step < step]
+        return bool(self.joining) or any(event.event == "arrival" for event in due)
+
+    def due(
+        self,
+        step: int,
+        seen: Observation,
+        members: Collection[str],
+        last_step: int | None = None,
+    ) -> list[Rehearse]:
         """Return the next event if it is due: at most one, once `step` steps are committed.
 
-        Called only while training stands on a whole fleet.
+        Called only while training stands on a whole fleet. last_step: steps of the run.
         """
         if not self.left or step < self.left[0].at_step:
             return []
         event = self.left.pop(0)
+        if event.event == "arrival":
+            steps_left = (last_step or step) - event.at_step
+            self.joining.append(Joining(frozenset(seen.nodes), steps_left))
         name = event.node
         if not name and event.event != "arrival":
             name = _pick(event, seen, members)

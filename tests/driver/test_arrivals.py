@@ -2,6 +2,8 @@
 waiting for ever.
 """
 
+import pytest
+
 from autohet.control.job_state import Building
 from tests.driver.test_controller import causes, run, trained
 from tests.driver.test_overtaken import make_faulty
@@ -39,3 +41,30 @@ def test_a_node_that_comes_back_by_its_name_is_asked_about_again():
     run(controller, lambda: len(causes(controller)) == 2)
     assert causes(controller) == ["death", "arrival"]
     assert "small-3/0" in controller.memory.members
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+@pytest.mark.parametrize("fate", ["late", "not worth it", "never up"])
+def test_a_rehearsal_answers_the_node_that_joins_however_late_it_is_up(fate, prepares):
+    """Wrong: a busy machine's run is over before the node's process is up, or waits for ever."""
+    script = [{"at_step": 10, "event": "arrival", "node_type": "small"}]
+    controller, workforce = make_faulty(steps=20, nodes=3, worker_start_timeout_s=10, script=script)
+    memory = controller.memory
+    memory.prepares = memory.cuts_over = prepares
+    if fate == "not worth it":
+        memory.planning.expect = lambda *_: None
+        memory.planning.horizon_s = 1.0
+
+    def rehearse(_):
+        workforce.starts_s = 8.0
+        if fate == "never up":
+            workforce.stillborn.add("small-9")
+        workforce.join("small-9")
+
+    workforce.rehearse = rehearse
+    run(controller, lambda: controller.ended)
+    assert controller.ended.ok
+    is_used = fate == "late"
+    assert causes(controller) == ["arrival"] * is_used
+    assert controller.summary()["steps"] == memory.ledger.committed_steps == 20 + 3 * is_used
+    assert ("small-9/0" in memory.members) == is_used

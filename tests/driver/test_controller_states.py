@@ -116,6 +116,7 @@ class AnyFleet(RuleBasedStateMachine):
             job, workforce, planning, OrderBuilder(job, layout_builder(config)), EventLog(None)
         )
         self.controller.memory.prepares = True
+        self.controller.memory.prepares_at_death = True
         self.controller.memory.cuts_over = True
         if resumed:
             self.resume(planning, config)

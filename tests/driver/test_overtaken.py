@@ -5,6 +5,8 @@ is forgotten.
 from dataclasses import replace
 
 from autohet.control.job_state import Building, Quiescing, Sourcing, Waiting
+from autohet.runtime.messages import Phase
+from planner.inputs.fleet import node_of
 from tests.driver.test_controller import KIND, causes, make, run, trained
 from tests.harness.faulty_workforce import FaultyWorkforce
 
@@ -125,3 +127,25 @@ def test_steps_that_were_run_before_a_wait_are_lost_too_when_all_die_in_it():
         workforce.join(name)
     run(controller, lambda: bool(causes(controller)))
     assert controller.summary()["steps_lost"] == done - 10
+
+
+def test_survivors_of_a_death_prepare_the_plan_without_the_dead_while_one_still_stops():
+    """Wrong: the groups are built once all stand, or by another plan or number than begins."""
+    controller, workforce = make_faulty()
+    controller.memory.prepares = controller.memory.prepares_at_death = True
+    run(controller, trained(controller, 5))
+    prepared = []
+    prepare = workforce.prepare
+    workforce.prepare = lambda orders: (prepared.append(orders), prepare(orders))
+    late, victim = controller.memory.members[0], node_of(controller.memory.members[-1])
+    workforce.deafen(late)
+    workforce.kill(victim)
+    run(controller, lambda: bool(prepared))
+    assert isinstance(controller.state, Quiescing)
+    assert workforce.processes[late].report.phase is Phase.TRAINING
+    workforce.thaw()
+    run(controller, trained(controller, 8))
+    (orders,) = prepared[:1]
+    order = orders[late]
+    assert victim not in {node_of(worker) for worker in order.plan.workers}
+    assert controller.memory.plans[1][:2] == (order.generation, order.plan)

@@ -157,6 +157,7 @@ class StruckRun:
         self.controller.memory.prepares = True
         self.controller.memory.cuts_over = True
         self.controller.memory.keeps_passes = True
+        self.controller.memory.prepares_at_death = True
         self.controller.recorder = self.recorder
         self.struck_at_step: int | None = None
         self._before_done = strike is None or strike.before is None
@@ -265,6 +266,7 @@ class StruckRun:
         begun = {"generation": self.controller.memory.generation, "first_step": 0}
         if self.recorder is not None:
             begun |= {"prepares": True, "cuts_over": True, "keeps_passes": True}
+            begun["prepares_at_death"] = True
             self.recorder.begin(job=self.job, driver=self.orders.driver, **begun)
         self.events.emit(
             "started", self.controller.memory.generation, job=self.job.name, step=found.step or 0

@@ -63,7 +63,8 @@ class OrderTerms:
     node leaves. evaluations: losses so far; None where nothing is evaluated. loss_scales: those of
     the run so far. from_scratch: begin at step 0, although training has begun. before_step: restore
     a checkpoint before this step, whatever else is there. gated, follows: as in `GenerationOrder`.
-    kept_plan: plan of the generation before, whose passes its workers may keep.
+    kept_plan: plan of the generation before, whose passes its workers may keep. least_steps: the
+    generation runs as many, if need be beyond `last_step`.
     """
 
     last_step: int | None
@@ -76,12 +77,13 @@ class OrderTerms:
     gated: bool = False
     kept_plan: Plan | None = None
     follows: int | None = None
+    least_steps: int = 0
 
     def end_step(self, step: int) -> int | None:
         """Return the step at which a generation that starts at `step` ends; None: not known yet."""
         if self.evaluations is not None and self.evaluations.ends_run(step):
             return step
-        return self.last_step
+        return None if self.last_step is None else max(self.last_step, step + self.least_steps)
 
     def is_evaluated(self, step: int) -> bool:
         """Return True if the loss after `step` updates is known."""

@@ -23,11 +23,11 @@ from autohet.control.job_state import (
     Training,
 )
 from autohet.control.planning.orders import without_place
-from autohet.control.replanning import is_gated, stop_to_move, unused_generation
+from autohet.control.replanning import preparation_order, stop_to_move
 from autohet.control.states.sourcing import build, claim, order_terms
 from autohet.control.values.actions import Begin, Interrupt, Prepare, Withdraw
 from autohet.control.values.effects import Deciding, Effects, event
-from autohet.runtime.messages import WITHDRAWN, PreparationOrder, Prepared
+from autohet.runtime.messages import WITHDRAWN, Prepared
 from planner.errors import ConfigError
 from recovery.errors import NotRestorable
 
@@ -75,23 +75,14 @@ def prepare_generation(
     deadline = min(latest, seen.now + memory.timeouts.rendezvous_s)
     if deadline <= seen.now:
         return
-    generation = unused_generation(memory, seen)
-    memory.reserved = generation
     leaving: tuple[str, ...] = ()
     if is_possible(memory, proposal):
         leaving = without_place(proposal.plan, memory.members)
-    host, port = seen.store
-    order = PreparationOrder(
-        generation,
-        proposal.plan,
-        host,
-        port,
-        memory.timeouts.step_s,
-        gated=is_gated(memory, proposal),
-        leaving=leaving,
-    )
+    order = preparation_order(memory, proposal, seen, leaving)
     yield Prepare(dict.fromkeys(order.participants, order))
-    state.preparing = Preparing(generation, change, proposal, order.participants, latest, deadline)
+    state.preparing = Preparing(
+        order.generation, change, proposal, order.participants, latest, deadline
+    )
 
 
 def move_once_prepared(

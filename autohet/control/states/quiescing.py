@@ -10,10 +10,15 @@ from autohet.control.ending import find_new_deaths, judge_failure, log_death
 from autohet.control.job_state import Quiescing, State, Waiting
 from autohet.control.ledger.failures import is_lost
 from autohet.control.planning.agent_gc import any_order
-from autohet.control.replanning import ask_for_plan, begin_change, plan_decision
+from autohet.control.replanning import (
+    ask_for_plan,
+    begin_change,
+    plan_decision,
+    preparation_order,
+)
 from autohet.control.states.sourcing import adopt
 from autohet.control.values import fleet_event
-from autohet.control.values.actions import Dismiss, Interrupt, RollForward
+from autohet.control.values.actions import Dismiss, Interrupt, Prepare, RollForward
 from autohet.runtime.messages import STANDING_PHASES, Phase
 
 if TYPE_CHECKING:
@@ -77,6 +82,7 @@ def step(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[Sta
     yield from _escalate(state, memory, seen, alive)
     if any(worker in state.keeping and _has_left(seen, worker) for worker in alive):
         yield from _give_up_passes(state, memory, seen)
+    yield from _prepare_rest(state, memory, seen)
     moving = [worker for worker in alive if seen.reports[worker].phase not in STANDING_PHASES]
     if moving:
         state.quiet_since = None
@@ -182,6 +188,23 @@ def _roll_forward(
     return True
 
 
+def _prepare_rest(state: Quiescing, memory: JobMemory, seen: Observation) -> Effects:
+    """Have the survivors of a death prepare the plan without the dead, while they stop; once."""
+    is_due = state.broken and state.change.cause == "death" and not state.has_prepared
+    are_known = any(is_lost(seen, worker) for worker in state.broken)
+    if not memory.prepares_at_death or not is_due or not are_known:
+        return
+    state.has_prepared = True
+    proposal, _ = ask_for_plan(memory, seen, fleet.usable_nodes(seen), state.change)
+    if proposal is None:
+        return
+    yield plan_decision(memory, proposal, state.change.reason)
+    order = preparation_order(memory, proposal, seen)
+    yield Prepare(dict.fromkeys(order.participants, order))
+    state.proposal = proposal
+    state.prepared = order.generation
+
+
 def _is_cause_unknown(state: Quiescing, memory: JobMemory, seen: Observation) -> bool:
     """Return True while survivors stand and the dead worker is not known yet.
 
@@ -214,12 +237,17 @@ def _replan(state: Quiescing, memory: JobMemory, seen: Observation) -> Deciding[
         if proposal is None:
             return Waiting(why, seen.now, change)
         yield plan_decision(memory, proposal, change.reason)
+    for report in seen.reports_of(proposal.plan.workers):
+        outcome = report.prepared
+        if outcome is not None and outcome.generation == prepared and outcome.error is not None:
+            prepared = None
     return (yield from adopt(change, proposal, memory, seen, prepared))
 
 
 def is_overtaken(proposal: PlanProposal, seen: Observation) -> bool:
-    """Return True if a worker of the plan is lost, or its node leaves."""
+    """Return True if a worker of the plan is lost, or its node leaves or is left out."""
     for worker in proposal.plan.workers:
-        if not seen.answers(worker) or seen.node_of(worker) in seen.notices:
+        node = seen.node_of(worker)
+        if not seen.answers(worker) or node in seen.notices or node in seen.left_out:
             return True
     return False

@@ -119,6 +119,7 @@ def order_terms(memory: JobMemory, proposal: PlanProposal) -> OrderTerms:
     log = memory.ledger.evaluation_log
     return OrderTerms(
         last_step=memory.ledger.planned_end,
+        least_steps=memory.script.least_steps if memory.script.joining else 0,
         step_timeout_s=memory.timeouts.step_s,
         change_s=memory.planning.horizon_s,
         evaluations=log if log.section else None,
@@ -192,6 +193,8 @@ def build(state: Sourcing, book: Book, memory: JobMemory, seen: Observation) -> 
     yield from _log_plan(state, book, memory)
     yield from _log_kept(state, book, memory)
     memory.ledger.orders = book.orders
+    ends = [order.end_step for order in book.orders.values()]
+    memory.ledger.planned_end = max([memory.ledger.planned_end or 0, *ends])
     memory.agent_gc.begin(book.orders)
     limits = memory.timeouts
     deadline = seen.now + limits.rendezvous_s + limits.transfer_s

@@ -94,13 +94,9 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
     reports = seen.reports_of(members)
     finished = [report for report in reports if report.phase is Phase.FINISHED]
     if len(finished) == len(members):
-        deadline = seen.now + memory.timeouts.checkpoint_s
-        step = finished[0].step
-        reason = "trained to the last step"
-        log = memory.ledger.evaluation_log
-        if log.section and log.ends_run(step):
-            reason = log.early_end_reason
-        return Closing(reason=reason, ok=True, deadline=deadline, step=step)
+        closing = yield from _close_finished(memory, seen, finished[0].step)
+        if closing is not None:
+            return closing
 
     yield from _release_idle_leavers(memory, seen)
     leaving = fleet.find_leavers(seen, memory.members)
@@ -139,6 +135,26 @@ def step(state: Training, memory: JobMemory, seen: Observation) -> Deciding[Stat
     if state.considering is not None:
         return (yield from weigh(state, state.considering, memory, seen))
     return (yield from _reconsider_repair(state, memory, seen))
+
+
+def _close_finished(memory: JobMemory, seen: Observation, step: int) -> Deciding[Closing | None]:
+    """Return the end of a run whose last step is trained; None while a rehearsal is to go on."""
+    deadline = seen.now + memory.timeouts.checkpoint_s
+    reason = "trained to the last step"
+    log = memory.ledger.evaluation_log
+    script = memory.script
+    if log.section and log.ends_run(step):
+        reason = log.early_end_reason
+    elif (script.joining or script.left) and script.awaits_answer(step):
+        if script.waits_until is None:
+            script.waits_until = seen.now + 2 * memory.timeouts.worker_start_s
+            sentence = (
+                "Deciding to wait with the end, since no plan is decided for a node that joins"
+            )
+            yield event("decision", memory.generation, sentence)
+        if seen.now < script.waits_until:
+            return None
+    return Closing(reason=reason, ok=True, deadline=deadline, step=step)
 
 
 def _too_many_skipped_reason(memory: JobMemory) -> str | None:

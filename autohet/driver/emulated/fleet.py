@@ -12,6 +12,8 @@ import logging
 import os
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -37,6 +39,8 @@ HEALTH_CHECKS = {
     "RAY_health_check_failure_threshold": "3",
 }
 OBJECT_STORE_BYTES = 80 << 20
+START_S = 300.0
+"""Seconds for a raylet to register; Ray's own limit of 30 s is too short for a busy machine."""
 
 
 @dataclass
@@ -62,6 +66,7 @@ class EmulatedFleet:
     head_arguments: Mapping[str, Any] = field(default_factory=dict)
     cluster: LocalCluster | None = None
     _counts: dict[str, int] = field(default_factory=dict)
+    _threads: list[threading.Thread] = field(default_factory=list)
 
     def start(self, counts: Mapping[str, int] | None = None) -> str:
         """Start the head and `counts` nodes of each type (default: min_workers).
@@ -76,7 +81,7 @@ class EmulatedFleet:
             "session_name": private_session(),
             **self.head_arguments,
         }
-        with _environment(HEALTH_CHECKS), _groups_of_their_own(), _without_address_file():
+        with _environment(HEALTH_CHECKS), _as_machines(), _without_address_file():
             self.cluster = LocalCluster(initialize_head=True, head_node_args=head_arguments)
 
         if counts is None:
@@ -119,7 +124,7 @@ class EmulatedFleet:
         labels[NAME_LABEL] = name
 
         variables = {**(environment or {}), NODE_TYPE_NAME_ENV: node_type}
-        with _environment(variables), _groups_of_their_own():
+        with _environment(variables), _as_machines():
             ray_node = self.cluster.add_node(
                 wait=wait,
                 num_cpus=resources.get("CPU", 1),
@@ -130,15 +135,26 @@ class EmulatedFleet:
         self.nodes[name] = EmulatedNode(name, node_type, ray_node)
         return self.nodes[name]
 
-    def kill(self, name: str) -> None:
-        """Kill the machine at once, with its host memory and its disk."""
-        assert self.cluster is not None
+    def kill(self, name: str, *, wait: bool = True) -> None:
+        """Kill the machine at once, with its host memory and its disk.
+
+        wait: False if Ray's own processes, which take longer to end, are not waited for.
+        """
         node = self.nodes.pop(name)
         # Left alone, they would end a second after their raylet.
         for process_id in _worker_processes(node.ray_node):
             _signal(process_id, signal.SIGKILL)
+        if wait:
+            self._remove(node)
+        else:
+            thread = threading.Thread(target=self._remove, args=(node,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _remove(self, node: EmulatedNode) -> None:
+        assert self.cluster is not None
         self.cluster.remove_node(node.ray_node, allow_graceful=False)
-        self._erase(name)
+        self._erase(node.name)
 
     def _erase(self, name: str) -> None:
         """Erase the machine's host memory and disk, and directories that held nothing else."""
@@ -164,10 +180,12 @@ class EmulatedFleet:
             if node.doomed_at is not None and now >= node.doomed_at:
                 due.append(name)
         for name in due:
-            self.kill(name)
+            self.kill(name, wait=False)
         return due
 
     def close(self) -> None:
+        for thread in self._threads:
+            thread.join(START_S)
         if ray.is_initialized():
             ray.shutdown()
         if self.cluster is not None:
@@ -194,19 +212,33 @@ def _worker_processes(ray_node: Any) -> list[int]:
 
 
 @contextmanager
-def _groups_of_their_own() -> Iterator[None]:
-    """Start Ray's processes outside this process's group.
+def _as_machines() -> Iterator[None]:
+    """Start Ray's processes as if they were machines of their own.
 
-    A signal to the group (by a terminal, `timeout`, a service manager) would end the cluster before
-    the newest step is committed, and the driver with it.
+    They are outside this process's group: a signal to the group (by a terminal, `timeout`, a
+    service manager) would end the cluster before the newest step is committed, and the driver with
+    it. A raylet has START_S seconds to register.
     """
     module: Any = services
-    before = module.ConsolePopen
-    module.ConsolePopen = functools.partial(before, process_group=0)
+    before = (module.ConsolePopen, module.get_node)
+    module.ConsolePopen = functools.partial(module.ConsolePopen, process_group=0)
+    module.get_node = functools.partial(_await_node, module.get_node)
     try:
         yield
     finally:
-        module.ConsolePopen = before
+        module.ConsolePopen, module.get_node = before
+
+
+def _await_node(get_node: Callable[..., Any], *arguments: Any) -> Any:
+    """Call Ray's `get_node` until the node has registered."""
+    until = time.monotonic() + START_S
+    while True:
+        try:
+            return get_node(*arguments)
+        except RuntimeError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.1)
 
 
 @contextmanager

@@ -184,6 +184,6 @@ class Rehearsal:
             for process_id in what.processes.values():
                 self._fleet.freeze(process_id)
         elif self._fleet is not None:
-            self._fleet.kill(name)
+            self._fleet.kill(name, wait=False)
         else:
             self._kill(list(what.processes))

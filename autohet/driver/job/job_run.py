@@ -131,6 +131,7 @@ class JobRun:
         # Two generations at a time have not run over NCCL.
         self.controller.memory.cuts_over = job.computes_on_cpu
         self.controller.memory.keeps_passes = True
+        self.controller.memory.prepares_at_death = True
         self.controller.recorder = recorder
         rehearsal = Rehearsal(
             fleet,
@@ -234,6 +235,7 @@ class JobRun:
             prepares=self.controller.memory.prepares,
             cuts_over=self.controller.memory.cuts_over,
             keeps_passes=self.controller.memory.keeps_passes,
+            prepares_at_death=self.controller.memory.prepares_at_death,
             evaluations=self.controller.memory.ledger.evaluation_log.document,
             inherited=self._inherited,
             goal=None if self.controller.memory.goal is None else self.controller.memory.goal.terms,

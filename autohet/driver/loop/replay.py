@@ -277,6 +277,7 @@ def memory_at_start(
     memory.prepares = header.get("prepares", False)
     memory.cuts_over = header.get("cuts_over", False)
     memory.keeps_passes = header.get("keeps_passes", False)
+    memory.prepares_at_death = header.get("prepares_at_death", False)
     told = header.get("told", NOTHING_TOLD)
     if header["first_step"] or told != NOTHING_TOLD:
         scales = header.get("loss_scales", "")

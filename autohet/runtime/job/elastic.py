@@ -40,7 +40,9 @@ class ScriptedEvent:
     """Kind of the event.
 
     notice: the node is warned, and gone at the deadline; death: it is killed; freeze: it stops
-    answering; arrival: a new node joins.
+    answering; arrival: a new node joins. The run does not end before a plan with it is made or
+    declined; such a plan trains for a quarter of the steps that were left at the event, if need be
+    beyond `training.steps`.
     """
     node: str | None = None
     """Name of the node (notice, death, freeze) or of the new node (arrival, optional)."""

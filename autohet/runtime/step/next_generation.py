@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from autohet.runtime.step.stage_parts import StageParts
 from autohet.runtime.step.votes import Voter
 
 logger = logging.getLogger("autohet.worker")
+POLL_S = 0.02
 READY = "ready for the cut-over"
 """Meeting of all participants of a generation that begins without a stop, once they have orders."""
 
@@ -50,6 +52,8 @@ class _Building:
     groups: GenerationGroups | None = None
     parts: StageParts | None = None
     outcome: Prepared | None = None
+    is_done: threading.Event = field(default_factory=threading.Event)
+    """Set once `outcome` is."""
     is_warm: threading.Event = field(default_factory=threading.Event)
     """Set once nothing uses the parts any more."""
     ballot: tuple[Voter, int] | None = None
@@ -134,8 +138,24 @@ class NextGeneration:
                     return
             newest.outcome = Prepared(generation, WITHDRAWN)
 
+    def await_outcome(self, generation: int, is_over: Callable[[], bool]) -> None:
+        """Wait until this generation is prepared, or is not to begin; no-op if nobody prepares it.
+
+        Its orders may come while it is prepared: at a death nobody trains meanwhile.
+        """
+        newest = self._newest
+        if newest is None or newest.order.generation != generation:
+            return
+        deadline = time.monotonic() + self._timeouts.rendezvous_s
+        while newest.outcome is None and not is_over() and time.monotonic() < deadline:
+            newest.is_done.wait(POLL_S)
+
     def take(self, generation: int) -> Ready | None:
-        """Return what is ready for this generation, if anything is, and drop all else."""
+        """Return what is ready for this generation, if anything is, and drop all else.
+
+        Raises:
+            RuntimeError: its preparation has failed; the others may wait in its groups.
+        """
         with self._lock:
             newest = self._newest
             self._newest = None
@@ -143,6 +163,8 @@ class NextGeneration:
             return None
         if not newest.is_ready(generation):
             newest.drop()
+            if newest.order.generation == generation:
+                raise RuntimeError(f"it is not prepared: {newest.outcome}")
             return None
         if newest.groups is None:
             return None
@@ -196,6 +218,7 @@ class NextGeneration:
             if not building.is_dropped:
                 logger.info("generation %d: %s", order.generation, traceback.format_exc())
         building.outcome = Prepared(order.generation, error)
+        building.is_done.set()
         # Only now: the others need not wait for it, and the orders take two steps more.
         try:
             if building.warms_up and building.parts is not None and not building.is_dropped:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-SLICE_S = 0.05
+SLICE_S = 0.01
 """Seconds between two checks for an interrupt of the sleep."""
 
 
