@@ -288,12 +288,8 @@ def _call_off(fetches: Iterable[_Fetch]) -> None:
 
     Each has the storage's own deadline.
     """
-    running = []
-    for fetch in list(fetches):
-        for part in fetch.parts:
-            if not part.cancel():
-                running.append(part)
-    wait(running)
+    parts = [part for fetch in fetches for part in fetch.parts]
+    wait([part for part in parts if not part.cancel()])
 
 
 def _over(memory: memoryview) -> torch.Tensor:

@@ -6,8 +6,8 @@ Each commit is checked out by `git worktree` into a temporary directory; its own
 small checkpoints and its journal (one generation). This code then lists, verifies, reads, copies
 and loads them with stock PyTorch, claims the next generation, commits a further step behind them,
 and applies retention. By default: the first that had a changelog, the last of version 3, three
-landings about a day apart, and this one. `--keep` leaves each storage as DIRECTORY/COMMIT.tar.xz, as
-`tests/recovery/checkpoints` has them.
+landings about a day apart, and this one. `--keep` leaves each storage as
+DIRECTORY/COMMIT.tar.xz, as `tests/recovery/checkpoints` has them.
 """
 
 from __future__ import annotations
