@@ -3,64 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from recovery.state.checksum import BLOCK_BYTES, checksum, combined, digests_of_blocks
+from recovery.state.checksum import BLOCK_BYTES, combined, digests_of_blocks
 
-_PIECE_BYTES = 1 << 20
-"""Bytes that are read before they are checked: a multiple of a checksum's blocks."""
+PIECE_BYTES = 512 << 10
+"""Bytes that are read before they are checked: whole blocks, and half of a usual L2 cache."""
 
 
 @dataclass
 class SpanMemory:
-    """Memory of a piece of a span, [start, end) in the file, and of which shard it is.
+    """Memory of [start, end) in a file; without `bytes`, what comes is checked and not kept.
 
-    `digests` are those of its blocks, None while unknown; a gap has none.
+    `digests` are those of a shard's blocks, as they came; what lies between shards has none.
     """
 
     start: int
-    bytes: memoryview
-    digests: list[int | None] = field(default_factory=list)
+    end: int
+    bytes: memoryview | None
+    digests: list[int] | None = None
 
-    @property
-    def end(self) -> int:
-        return self.start + len(self.bytes)
+    @classmethod
+    def of_shard(cls, start: int, num_bytes: int, memory: memoryview | None) -> SpanMemory:
+        """Return the memory of a shard's elements, which begin at `start` in the file."""
+        num_blocks = -(-num_bytes // BLOCK_BYTES)
+        return cls(start, start + num_bytes, memory, [0] * num_blocks)
 
-    def filled(self, start: int, end: int) -> None:
-        """Digest the blocks that came whole in [start, end), offsets here."""
-        if not self.digests:
-            return
-        number = -(-start // BLOCK_BYTES)
-        if end < len(self.bytes):
-            end -= end % BLOCK_BYTES
-        came = digests_of_blocks(self.bytes[number * BLOCK_BYTES : end])
-        self.digests[number : number + len(came)] = came
+    def filled(self, first: int, piece: memoryview) -> None:
+        """Digest the blocks that came, from the offset `first` here."""
+        if self.digests is not None:
+            number = first // BLOCK_BYTES
+            came = digests_of_blocks(piece)
+            self.digests[number : number + len(came)] = came
 
     def checksum(self) -> int:
-        """Return the checksum of all bytes; blocks that came in two parts are read again."""
-        if not self.digests:
-            return checksum(self.bytes)
-        for number, digest in enumerate(self.digests):
-            if digest is None:
-                first = number * BLOCK_BYTES
-                (self.digests[number],) = digests_of_blocks(self.bytes[first : first + BLOCK_BYTES])
-        return combined([digest for digest in self.digests if digest is not None])
+        """Return the checksum of a shard's bytes as they came."""
+        assert self.digests is not None
+        return combined(self.digests)
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Memory of [start, end) of a file in small pieces, each checked while it is in the cache."""
+    """Memory of [start, end) of a file in small pieces, each checked while it is in the cache.
+
+    `start` and `end` cut no block of a checksum. `scratch`, of PIECE_BYTES, takes what is not kept.
+    """
 
     memory: Sequence[SpanMemory]
     start: int
     end: int
+    scratch: memoryview | None = None
 
     def __iter__(self) -> Iterator[memoryview]:
-        for piece in self.memory:
-            first = max(0, self.start - piece.start)
-            last = min(self.end, piece.end) - piece.start
+        for part in self.memory:
+            first = max(0, self.start - part.start)
+            last = min(self.end, part.end) - part.start
             while first < last:
-                end = min(last, (first // _PIECE_BYTES + 1) * _PIECE_BYTES)
-                yield piece.bytes[first:end]
-                piece.filled(first, end)
+                end = min(last, (first // PIECE_BYTES + 1) * PIECE_BYTES)
+                if part.bytes is not None:
+                    piece = part.bytes[first:end]
+                else:
+                    assert self.scratch is not None
+                    piece = self.scratch[: end - first]
+                yield piece
+                part.filled(first, piece)
                 first = end

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from recovery.checkpoint.dcp import METADATA_NAME, dcp_metadata_problem
 from recovery.checkpoint.errors import CheckpointCorrupt, ManifestInvalid
 from recovery.checkpoint.item import NO_CRC32, envelope
 from recovery.checkpoint.manifest import Manifest, StoredShard
-from recovery.checkpoint.pieces import Pieces, SpanMemory
+from recovery.checkpoint.pieces import PIECE_BYTES, Pieces, SpanMemory
 from recovery.checkpoint.retention import reading_checkpoint
 from recovery.checkpoint.write import step_prefix
 from recovery.state.checksum import BLOCK_BYTES, checksum
@@ -44,7 +44,7 @@ An S3 request costs about 100 ms, 64 KiB a thousandth of that.
 _GAP = memoryview(bytearray(COALESCE_GAP_BYTES))
 """Memory for what lies between two shards, which nobody looks at."""
 _LOADED_BYTES = 64 << 10
-"""Largest shard that `verify` always loads by `torch.load`."""
+"""Largest shard that `verify` keeps, to load it by `torch.load`."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,12 @@ def read_shards(
         for shard, outcome in found:
             if isinstance(outcome, Exception):
                 raise outcome
-            yield shard, outcome
+            assert outcome is not None
+            spec = manifest.specs[shard.tensor]
+            tensor = _over(outcome).view(TORCH_DTYPES[spec.dtype])
+            # No reference stays here while the caller works.
+            del outcome
+            yield shard, tensor.view(spec.unit_shape(shard.unit))
 
 
 @dataclass(frozen=True)
@@ -205,15 +210,16 @@ def _metadata_problems(storage: Storage, manifest: Manifest) -> list[str]:
 class _Fetch:
     """Span in flight: its memory, the requests that fill it, and the results of its checks.
 
-    `memory` is the span's from its start to its end, `shards` what of it each shard has, `whole`
-    all of it where it is one buffer.
+    `memory` is the span's from its start to its end, `shards` what of it each shard has. `items`
+    has each whole item, without its elements where they are not kept, if stock PyTorch is to read
+    it.
     """
 
     span: FileSpan
     memory: list[SpanMemory]
     shards: list[SpanMemory]
-    parts_left: int
-    whole: memoryview | None = None
+    items: list[memoryview]
+    parts_left: int = 0
     parts: list[Future[None]] = field(default_factory=list)
     bad: dict[ShardId, CheckpointCorrupt] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -234,9 +240,11 @@ def _read(
     ids: Iterable[ShardId] | None,
     into: Mapping[ShardId, memoryview],
     reading: _Reading,
-) -> Generator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
+) -> Generator[tuple[ShardId, memoryview | CheckpointCorrupt | None]]:
+    """Yield the memory of each shard, None where it was only checked."""
     wanted = manifest.locations if ids is None else ids
     part_bytes = storage.options.part_bytes
+    concurrency = storage.options.concurrency
     spans = deque(plan_reads(manifest, wanted, part_bytes, whole_items=reading.whole_items))
     flying: deque[_Fetch] = deque()
     over = threading.Event()
@@ -245,18 +253,19 @@ def _read(
     if reading.requests is None:
         # With threads of others, whoever owns those ends what they wait for.
         storage = storage.until(over)
-        own = ThreadPoolExecutor(storage.options.concurrency, thread_name_prefix="shard-read")
+        own = ThreadPoolExecutor(concurrency, thread_name_prefix="shard-read")
     reader = _Reader(storage, manifest, reading.whole_items, into)
 
-    # More would only be memory: all requests that there may be are in flight.
-    most = min(reading.max_memory_bytes, (storage.options.concurrency + 1) * part_bytes)
+    # More would only be memory, which costs more than a read of it: all requests that there may
+    # be are in flight.
+    most = min(reading.max_memory_bytes, (concurrency + 1) * part_bytes)
     ahead = 0
     with own or nullcontext(reading.requests) as pool:
         assert pool is not None
         try:
             while spans or flying:
                 while spans:
-                    fits = ahead + spans[0].num_bytes <= most
+                    fits = ahead + spans[0].num_bytes <= most and len(flying) <= concurrency
                     # A span that is larger than the limit is read alone.
                     if flying and not fits:
                         break
@@ -279,12 +288,8 @@ def _call_off(fetches: Iterable[_Fetch]) -> None:
 
     Each has the storage's own deadline.
     """
-    running = []
-    for fetch in list(fetches):
-        for part in fetch.parts:
-            if not part.cancel():
-                running.append(part)
-    wait(running)
+    parts = [part for fetch in fetches for part in fetch.parts]
+    wait([part for part in parts if not part.cancel()])
 
 
 def _over(memory: memoryview) -> torch.Tensor:
@@ -339,65 +344,81 @@ class _Reader:
         self._prefix = step_prefix(manifest.step)
 
     def start(self, pool: Executor, span: FileSpan) -> _Fetch:
-        stride = self._storage.options.part_bytes
-        # An empty span has one part, too: it is checked behind its last part.
-        starts = range(span.start, max(span.end, span.start + 1), stride)
-        fetch = self._fetch(span, len(starts))
-        for start in starts:
-            end = min(start + stride, span.end)
+        fetch = self._items(span) if self._whole_items else self._elements(span)
+        ranges = list(pairwise(self._edges(span)))
+        fetch.parts_left = len(ranges)
+        for start, end in ranges:
             fetch.parts.append(pool.submit(self._part, fetch, start, end))
         return fetch
 
-    def _fetch(self, span: FileSpan, num_parts: int) -> _Fetch:
-        """Allocate the span's memory: one buffer, or by shard with the gaps between them."""
-        whole = None
-        if self._whole_items:
-            # Most spans are smaller than a part, and share buffers of its size.
-            num_bytes = max(span.num_bytes, self._storage.options.part_bytes)
-            whole = self._new_memory(num_bytes)[: span.num_bytes]
-        memory = []
-        shards = []
+    def _edges(self, span: FileSpan) -> list[int]:
+        """Return where the requests for a span begin and end: none cuts a block of a checksum.
+
+        A span of several parts has one large shard, or ends with small ones.
+        """
+        stride = max(1, self._storage.options.part_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        first = span.shards[0]
+        return [span.start, *range(first.offset + stride, first.end, stride), span.end]
+
+    def _elements(self, span: FileSpan) -> _Fetch:
+        """Allocate memory for each shard of a span, where the caller has given none."""
+        fetch = _Fetch(span, [], [], [])
         position = span.start
         for stored in span.shards:
-            gap = _GAP[: stored.offset - position]
-            if whole is not None:
-                first = stored.offset - span.start
-                gap = whole[position - span.start : first]
-                raw = whole[first : first + stored.num_bytes]
-            elif given := self._into.get(stored.shard):
-                raw = given.cast("B")
-            else:
-                raw = self._new_memory(stored.num_bytes)
-            num_blocks = -(-stored.num_bytes // BLOCK_BYTES)
-            shards.append(SpanMemory(stored.offset, raw, [None] * num_blocks))
-            memory += [SpanMemory(position, gap), shards[-1]]
+            given = self._into.get(stored.shard)
+            memory = given.cast("B") if given else self._new_memory(stored.num_bytes)
+            gap = SpanMemory(position, stored.offset, _GAP[: stored.offset - position])
+            fetch.shards.append(SpanMemory.of_shard(stored.offset, stored.num_bytes, memory))
+            fetch.memory += [gap, fetch.shards[-1]]
             position = stored.end
-        if whole is not None:
-            memory.append(SpanMemory(position, whole[position - span.start :]))
-        return _Fetch(span, memory, shards, num_parts, whole)
+        return fetch
+
+    def _items(self, span: FileSpan, all_kept: bool = False) -> _Fetch:
+        """Allocate memory for each item of a span, but none for the elements of large ones."""
+        fetch = _Fetch(span, [], [], [])
+        position = span.start
+        for stored in span.shards:
+            is_kept = all_kept or stored.num_bytes <= _LOADED_BYTES
+            item = memoryview(bytearray(stored.item_bytes - stored.num_bytes * (not is_kept)))
+            first = stored.offset - stored.item_offset
+            last = len(item) - (stored.item_end - stored.end)
+            elements = item[first:last] if is_kept else None
+            fetch.items.append(item)
+            fetch.shards.append(SpanMemory.of_shard(stored.offset, stored.num_bytes, elements))
+            fetch.memory += [
+                SpanMemory(position, stored.item_offset, _GAP[: stored.item_offset - position]),
+                SpanMemory(stored.item_offset, stored.offset, item[:first]),
+                fetch.shards[-1],
+                SpanMemory(stored.end, stored.item_end, item[last:]),
+            ]
+            position = stored.item_end
+        return fetch
 
     def _new_memory(self, num_bytes: int) -> memoryview:
         """Return memory that comes back to this reader once nobody has a tensor over it."""
-        idle = self.idle[num_bytes]
+        size = num_bytes
+        if num_bytes <= self._storage.options.part_bytes:
+            # One size for many shards; pages that nobody touches are no memory.
+            size = 1 << max(0, num_bytes - 1).bit_length()
+        idle = self.idle[size]
         if idle:
             block = idle.pop()
         else:
             uri = f"{self._storage.uri}/{self._prefix}"
-            block = empty_tensor((num_bytes,), torch.uint8, uri).numpy()
-        lent = block[:]
+            block = empty_tensor((size,), torch.uint8, uri).numpy()
+        lent = block[:num_bytes]
         weakref.finalize(lent, _give_back, weakref.ref(self), block).atexit = False
         return lent.data
 
-    def finish(self, fetch: _Fetch) -> Iterator[tuple[ShardId, torch.Tensor | CheckpointCorrupt]]:
+    def finish(
+        self, fetch: _Fetch
+    ) -> Iterator[tuple[ShardId, memoryview | CheckpointCorrupt | None]]:
         """Wait for the span, at most for the storage's own deadline of each request."""
         for part in fetch.parts:
             part.result()
 
         for stored, raw in zip(fetch.span.shards, fetch.shards, strict=True):
-            spec = self._manifest.specs[stored.tensor]
-            tensor = _over(raw.bytes).view(TORCH_DTYPES[spec.dtype])
-            tensor = tensor.view(spec.unit_shape(stored.unit))
-            yield stored.shard, fetch.bad.get(stored.shard, tensor)
+            yield stored.shard, fetch.bad.get(stored.shard, raw.bytes)
 
     def _part(self, fetch: _Fetch, start: int, end: int) -> None:
         error = self._fetch_range(fetch, start, end)
@@ -411,10 +432,11 @@ class _Reader:
             self._check(fetch)
 
     def _fetch_range(self, fetch: _Fetch, start: int, end: int) -> str:
-        """Read a part of a span into its buffer; return the problem, or ""."""
+        """Read a part of a span into its memory; return the problem, or ""."""
         name = self._prefix + fetch.span.file
+        scratch = self._new_memory(PIECE_BYTES) if self._whole_items else None
         try:
-            pieces = Pieces(fetch.memory, start, end)
+            pieces = Pieces(fetch.memory, start, end, scratch)
             get_pieces(self._storage, name, start, end - start, pieces)
         except (ObjectMissing, ObjectTruncated) as error:
             return error.reason
@@ -426,40 +448,36 @@ class _Reader:
         The transfer may have been at fault and not the storage.
         """
         span = fetch.span
-        if not any(map(partial(self._problem, fetch), span.shards, fetch.shards)):
+        if not any(self._problem(fetch, index) for index in range(len(span.shards))):
             return
 
-        stride = self._storage.options.part_bytes
-        for start in range(span.start, span.end, stride):
-            self._fetch_range(fetch, start, min(start + stride, span.end))
-
-        for stored, raw in zip(span.shards, fetch.shards, strict=True):
-            problem = self._problem(fetch, stored, raw)
+        again = self._items(span, all_kept=True) if self._whole_items else fetch
+        errors = [self._fetch_range(again, *edges) for edges in pairwise(self._edges(span))]
+        error = next(filter(None, errors), "")
+        for index, stored in enumerate(span.shards):
+            problem = error or self._problem(again, index)
             if problem:
                 fetch.bad[stored.shard] = self._corrupt(fetch, stored, problem)
 
-    def _problem(self, fetch: _Fetch, stored: StoredShard, raw: SpanMemory) -> str:
-        found = raw.checksum()
+    def _problem(self, fetch: _Fetch, index: int) -> str:
+        stored = fetch.span.shards[index]
+        found = fetch.shards[index].checksum()
         if found != stored.checksum:
             return f"its checksum is {found:#018x}, not the recorded {stored.checksum:#018x}"
-        if fetch.whole is not None:
-            first = stored.item_offset - fetch.span.start
-            return self._item_problem(fetch.whole[first : first + stored.item_bytes], stored)
+        if fetch.items:
+            return self._item_problem(fetch.items[index], stored)
         return ""
 
     def _item_problem(self, item: memoryview, stored: StoredShard) -> str:
         """Check that stock PyTorch loads the same tensor; return the problem, or "".
 
-        The elements of a large item are not read again where all around them is as it was written.
+        An item without its elements is right if all around them is as it was written.
         """
         spec = self._manifest.specs[stored.tensor]
         shape = spec.unit_shape(stored.unit)
-        if stored.num_bytes > _LOADED_BYTES:
+        if len(item) < stored.item_bytes:
             wrap = envelope(spec.dtype, shape, stored.num_bytes, stored.crc32 or NO_CRC32)
-            first = len(wrap.prefix)
-            around = bytes(item[:first]), bytes(item[first + stored.num_bytes :])
-            if around == (wrap.prefix, wrap.suffix):
-                return ""
+            return "" if item == wrap.prefix + wrap.suffix else "it is wrapped otherwise"
         try:
             tensor = torch.load(io.BytesIO(item), map_location="cpu", weights_only=True)
         except Exception as error:  # noqa: BLE001

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from recovery.storage.address import DirectoryAddress, parse_address
 from recovery.storage.protocol import Storage, StorageOptions
 
@@ -16,12 +18,13 @@ def open_storage(uri: str, options: StorageOptions | None = None) -> Storage:
     Raises:
         StorageUriError: names no storage, or would name another place than it says.
     """
-    options = options or StorageOptions()
     address = parse_address(uri)
     if isinstance(address, DirectoryAddress):
         from recovery.storage.directory import DirectoryStorage
 
-        return DirectoryStorage(address.path, options)
+        # Its reads are copies by this machine's processors: more of them at once only take memory.
+        most = min(StorageOptions.concurrency, os.cpu_count() or 1)
+        return DirectoryStorage(address.path, options or StorageOptions(concurrency=most))
     from recovery.storage.s3 import S3Storage  # boto3 takes 0.3 s to import: only when S3 is used
 
-    return S3Storage(address.bucket, address.prefix, options)
+    return S3Storage(address.bucket, address.prefix, options or StorageOptions())

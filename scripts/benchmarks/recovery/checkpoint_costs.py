@@ -1,27 +1,33 @@
 """Processor seconds of a checkpoint in a directory, in pairs over the same bytes.
 
     python -m scripts.benchmarks.recovery.checkpoint_costs [--mib 400] [--pairs 9] [--out FILE.json]
+    python -m scripts.benchmarks.recovery.checkpoint_costs --s3 rclone --mib 64 [--out FILE.json]
 
 Saving (`write_shards`, durable) stands beside `cp` and `sync` of the files that it wrote; reading
 (`read_shards`, every shard checked) and `verify` beside plain reads of these files: into memory
 that there is, new memory, or one buffer of 16 MiB, which is cheapest since it stays in the
 processor's cache. The state is that of a Llama trained by AdamW, cut in two by rows. Both sides of
 a pair run one after the other, in turns first; a ratio is the median of the pairs. User and system
-time count, of the process and all its threads, or of the child.
+time count, of the process and all its threads, or of the child. With `--s3`, saving to that server
+in a process of its own stands beside boto3's `upload_fileobj` of the same files in memory, with
+the same parts and requests at once; rows are added to FILE.json. SeaweedFS is set up for 640 MB in
+all, which every save takes a part of.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import io
 import json
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +37,10 @@ from recovery.checkpoint.write import CheckpointPart, step_prefix, write_shards
 from recovery.state.layout import Layout, TensorSpec
 from recovery.storage.open import open_storage
 from scripts.benchmarks.provenance import provenance
+from tests.harness.s3_stores import BUCKET, S3Store, rclone_store, seaweedfs_store
 
+STORES = {"rclone": rclone_store, "seaweedfs": seaweedfs_store}
+Rows = dict[str, dict[str, Any]]
 READ_BYTES = 16 << 20
 
 
@@ -155,7 +164,16 @@ def measure(directory: Path, num_bytes: int, num_pairs: int) -> dict[str, object
             lambda: own_seconds(lambda: _read_reusing(source)),
         ),
     }
-    rows = {}
+    return {"num_bytes": num_bytes, "rows": compare(sides, num_bytes, num_pairs)}
+
+
+def compare(
+    sides: Mapping[str, tuple[Callable[[], float], Callable[[], float]]],
+    num_bytes: int,
+    num_pairs: int,
+) -> Rows:
+    """Return a row of ratios for each name of a pair of actions that give their seconds."""
+    rows: Rows = {}
     for name, (ours, bare) in sides.items():
         pairs = []
         for number in range(num_pairs):
@@ -171,7 +189,38 @@ def measure(directory: Path, num_bytes: int, num_pairs: int) -> dict[str, object
             "ratios": [round(a / b, 2) for a, b in pairs],
         }
         print(name, json.dumps(rows[name]), flush=True)
-    return {"num_bytes": num_bytes, "rows": rows}
+    return rows
+
+
+def measure_s3(store: S3Store, directory: Path, num_bytes: int, num_pairs: int) -> Rows:
+    import boto3
+    from boto3.s3.transfer import TransferConfig
+
+    os.environ.update(store.environment)
+    storage = open_storage(store.uri)
+    layout, state = llama_state(num_bytes, hidden=512)
+    ids = layout.shards_by_worker["n0/0"]
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    write_shards(CheckpointPart(open_storage(str(directory)), 1, "n0/0"), state, layout, ids)
+    files = {path.name: path.read_bytes() for path in (directory / step_prefix(1)).iterdir()}
+    client = boto3.client("s3")
+    part_bytes = storage.options.part_bytes
+    options = TransferConfig(
+        multipart_threshold=part_bytes,
+        multipart_chunksize=part_bytes,
+        max_concurrency=storage.options.concurrency,
+    )
+
+    def save() -> float:
+        storage.delete([info.name for info in storage.list(step_prefix(1))])
+        part = CheckpointPart(storage, 1, "n0/0")
+        return own_seconds(lambda: write_shards(part, state, layout, ids))
+
+    def transfer() -> None:
+        for name, content in files.items():
+            client.upload_fileobj(io.BytesIO(content), BUCKET, f"boto3/{name}", Config=options)
+
+    return compare({"save": (save, lambda: own_seconds(transfer))}, num_bytes, num_pairs)
 
 
 def main() -> None:
@@ -179,13 +228,23 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=400)
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--directory")
+    parser.add_argument("--s3", choices=STORES)
     parser.add_argument("--out")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    found: dict[str, Any]
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-        found = measure(Path(directory), args.mib << 20, args.pairs)
+        if args.s3:
+            folders = [Path(directory, name) for name in ("store", "files")]
+            folders[0].mkdir()
+            with STORES[args.s3](folders[0]) as store:
+                rows = measure_s3(store, folders[1], args.mib << 20, args.pairs)
+            found = json.loads(Path(args.out).read_text()) if args.out else {}
+            found.setdefault("s3", {})[args.s3] = provenance() | {"mib": args.mib, "rows": rows}
+        else:
+            found = provenance() | measure(Path(directory), args.mib << 20, args.pairs)
     if args.out:
-        Path(args.out).write_text(json.dumps(provenance() | found, indent=1) + "\n")
+        Path(args.out).write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
 Each commit is checked out by `git worktree` into a temporary directory; its own code writes two
 small checkpoints and its journal (one generation). This code then lists, verifies, reads, copies
 and loads them with stock PyTorch, claims the next generation, commits a further step behind them,
-and applies retention. By default: the last three mains before this version of the manifest, and
-the first that had a changelog. `--keep` leaves each storage as DIRECTORY/COMMIT.tar.xz, as
-`tests/recovery/checkpoints` has them.
+and applies retention. By default: the first that had a changelog, the last of version 3, three
+landings about a day apart, and this one. `--keep` leaves each storage as
+DIRECTORY/COMMIT.tar.xz, as `tests/recovery/checkpoints` has them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tests.harness.checkpoint_cases import (
     write_all,
 )
 
-COMMITS = ("52faffa8", "78dd2167", "c4727522", "8f28f9d4")
+COMMITS = ("52faffa8", "8f28f9d4", "b11d842c", "657115db", "aaf2c178", "HEAD")
 STEPS = (10, 20)
 GENERATION = 2
 WRITE = f"""
