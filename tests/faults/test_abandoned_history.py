@@ -19,7 +19,7 @@ from tests.harness.leaks import nothing_left
 from tests.harness.struck_run import Strike
 
 pytestmark = pytest.mark.faults
-STRUCK = 11
+STRUCK = 10
 """Both lives die in this step: of those since the first one's newest checkpoint each has made a
 history of its own.
 """
