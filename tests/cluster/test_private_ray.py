@@ -16,23 +16,28 @@ from typing import Any
 
 import pytest
 import yaml
-from ray.cluster_utils import Cluster
 
+from tests.cluster.test_driver_restart import nodes_without_names
 from tests.cluster.test_one_machine import shortest_job
 from tests.harness.waits import HANG_S, wait_until
 
 pytestmark = pytest.mark.cluster
 AUTOHET = str(Path(sys.executable).parent / "autohet")
+PACED = {"relative_speed_by_gpu_type": {"A10G": 1.0}, "block_forward_s": 0.02}
+"""The first job leaves the machine to the second, which starts meanwhile."""
 
 
 @contextmanager
-def training(directory: Path, steps: int, *more: str) -> Iterator[subprocess.Popen[str]]:
+def training(
+    directory: Path, steps: int, *more: str, **sections: Any
+) -> Iterator[subprocess.Popen[str]]:
     """Run `autohet train` of a job of that many steps, named like its directory."""
     directory.mkdir()
     path = shortest_job(directory)
     document = yaml.safe_load(path.read_text())
     document["name"] = directory.name
     document["training"] |= {"steps": steps, "device": "cpu"}
+    document |= sections
     path.write_text(yaml.safe_dump(document))
     hidden = ("RAY_ADDRESS", "RAY_AUTH_MODE")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -84,25 +89,15 @@ def test_two_runs_side_by_side_train_whichever_ends_first(tmp_path: Path) -> Non
 
 
 def test_the_second_of_two_jobs_on_a_cluster_waits_and_names_the_first(tmp_path: Path) -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0})
-    try:
-        labels = {
-            "autohet.io/gpu-type": "CPU",
-            "autohet.io/gpu-memory-gib": "2",
-            "autohet.io/intra-node-gbps": "10",
-            "autohet.io/inter-node-gbps": "10",
-        }
-        cluster.add_node(num_cpus=2, num_gpus=1, labels=labels)
-        address = str(cluster.address)
-        one, two = tmp_path / "one", tmp_path / "two"
-        with training(one, 10**6, "--address", address) as first:
+    one, two = tmp_path / "one", tmp_path / "two"
+    with nodes_without_names(1) as cluster:
+        address = ("--address", str(cluster.address))
+        with training(one, 10**6, *address, emulation=PACED) as first:
             wait_until(lambda: "step" in kinds(one) or first.poll() is not None)
             assert first.poll() is None, (one / "err").read_text()[-3000:]
-            with training(two, 3, "--address", address) as second:
+            with training(two, 3, *address, emulation=PACED) as second:
                 said = two / "err"
                 wait_until(lambda: "job 'one' uses the GPUs of" in said.read_text())
                 assert first.poll() is None
                 first.terminate()
                 assert ended(second, two)["steps"] == 3
-    finally:
-        cluster.shutdown()

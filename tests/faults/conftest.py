@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
+from autohet.control.values.observation import Observation
 from autohet.emulate.namespaces import NamespaceNetwork, namespace_network, why_no_namespaces
-from tests.harness.exact_job import Reference, exact_job, train_alone
+from tests.harness.exact_job import LONG, Reference, differing_shards, exact_job, train_alone
 from tests.harness.fork_server import server_address
+from tests.harness.history import history_of
 from tests.harness.host_memory import memory_directory
 from tests.harness.leaks import nothing_left
+from tests.harness.local_fleet import Condition, Interference
 from tests.harness.struck_run import Result, Strike, StruckRun, losses_by_step
 
 FEW_STEPS = 12
 """Length of runs whose strike comes at step 6, and which need no checkpoint after it."""
-
-SHORT_STEPS = 16
-"""Length of runs that are struck at a point of step 6 or 8: a change, and two checkpoints after it.
-
-Where a test's own condition decides when to strike, a slow driver would meet it after the end.
-"""
-SHORT = {"steps": SHORT_STEPS, "decay_steps": SHORT_STEPS}
 
 
 @dataclass(frozen=True)
@@ -45,10 +42,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 @pytest.fixture(scope="session")
-def short_scene(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    """What an undisturbed run of `SHORT_STEPS` gives."""
+def long_scene(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """What an undisturbed run of `LONG` training gives."""
     alone = tmp_path_factory.mktemp("alone")
-    return Scene(scene.shared, train_alone(alone, scene.shared, training=SHORT))
+    return Scene(scene.shared, train_alone(alone, scene.shared, training=LONG))
 
 
 @pytest.fixture
@@ -66,6 +63,58 @@ def network() -> Iterator[NamespaceNetwork]:
         pytest.skip(reason)
     with namespace_network() as made:
         yield made
+
+
+def run_through(
+    scene: Scene,
+    directory: Path,
+    memory: Path,
+    events: Interference | None = None,
+    prepare: Callable[[StruckRun], None] = lambda run: None,
+    *,
+    how: Mapping[str, Any] = MappingProxyType({}),
+    **sections: Any,
+) -> Result:
+    """Run the exact job to its end with these events, and make every check that holds for all runs:
+    all events happened, nothing is left, and each loss and each bit of the state that is stored in
+    the end is the undisturbed run's, made by the generations that the events tell of.
+
+    how: `StruckRun`'s own keywords; sections: the job's, and its `plan`.
+    """
+    job = exact_job(directory, scene.shared, memory, **sections)
+    with nothing_left(memory):
+        run = StruckRun(job, directory, **how)
+        prepare(run)
+        result = run.run(events)
+        assert result.ok, result.reason
+    left = [] if events is None else events.events
+    assert not left, f"{len(left)} events did not happen: {result.reason}"
+    check_outcome(job.checkpoint_storage, scene.reference, result.events)
+    return result
+
+
+def check_outcome(storage: str, reference: Reference, events: list[dict[str, Any]]) -> None:
+    """Every loss, and every bit of the committed state, as in the undisturbed run."""
+    assert losses_by_step(events) == list(reference.losses)
+    assert differing_shards(storage, reference, history_of(events)) == []
+
+
+def nothing_lost(result: Result) -> None:
+    changes = result.summary["reconfigurations"]
+    assert result.summary["steps_lost"] == 0, changes
+    assert sum(change["bytes_by_tier"]["s3"] for change in changes) == 0, changes
+
+
+def replicated(step: int) -> Condition:
+    """True once every worker's state of this step, or of a newer one, is on other nodes."""
+
+    def condition(run: StruckRun, seen: Observation) -> bool:
+        reports = [seen.reports.get(worker) for worker in run.controller.memory.members]
+        return bool(reports) and all(
+            report is not None and (report.replicated_step or -1) >= step for report in reports
+        )
+
+    return condition
 
 
 def lose_a_worker(

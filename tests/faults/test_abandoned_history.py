@@ -13,13 +13,13 @@ import pytest
 from tests.faults.conftest import Scene
 from tests.faults.test_matrix import newest_durable
 from tests.harness.driver_life import DriverLife
-from tests.harness.exact_job import STEPS, differing_shards, exact_job
+from tests.harness.exact_job import differing_shards, exact_job
 from tests.harness.history import history_of
 from tests.harness.leaks import nothing_left
 from tests.harness.struck_run import Strike
 
 pytestmark = pytest.mark.faults
-STRUCK = 15
+STRUCK = 10
 """Both lives die in this step: of those since the first one's newest checkpoint each has made a
 history of its own.
 """
@@ -64,7 +64,7 @@ def test_copies_of_an_abandoned_history_never_meet_the_present_ones(
         if s not in told
     ]
     history = history_of([*first, *second, *untold, *third])
-    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference, history) == []
+    assert differing_shards(str(tmp_path / "checkpoints"), scene.reference, history) == []
 
 
 def killed() -> Strike:

@@ -14,7 +14,7 @@ from autohet.control.states.waiting import inherit
 from autohet.driver.job.run_record import steps_told
 from recovery.state.ancestry import Descent
 from tests.faults.conftest import Scene
-from tests.harness.exact_job import STEPS, differing_shards, exact_job
+from tests.harness.exact_job import LONG, differing_shards, exact_job
 from tests.harness.leaks import nothing_left
 from tests.harness.struck_run import StruckRun, losses_by_step, read_events
 from tests.harness.waits import HANG_S
@@ -31,9 +31,9 @@ def tick_until_step(run: StruckRun, step: int) -> None:
 
 @pytest.mark.faults
 def test_the_next_driver_adopts_what_trains_and_the_old_one_counts_no_more(
-    scene: Scene, tmp_path: Path, memory: Path
+    long_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    job = exact_job(tmp_path, scene.shared, memory)
+    job = exact_job(tmp_path, long_scene.shared, memory, training=LONG)
     with nothing_left(memory):
         first = StruckRun(job, tmp_path)
         first.start()
@@ -77,7 +77,9 @@ def test_the_next_driver_adopts_what_trains_and_the_old_one_counts_no_more(
     assert dict(fleet.starts) == starts, "no process was started"
     assert second.events.path is not None
     events = read_events(first.events.path) + read_events(second.events.path)
-    assert Counter(e["step"] for e in events if e["kind"] == "step") == Counter(range(STEPS))
+    assert Counter(e["step"] for e in events if e["kind"] == "step") == Counter(
+        range(LONG["steps"])
+    )
     assert sum(event["kind"] == "restore" for event in events) == 1
-    assert losses_by_step(events) == list(scene.reference.losses)
-    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference) == []
+    assert losses_by_step(events) == list(long_scene.reference.losses)
+    assert differing_shards(str(tmp_path / "checkpoints"), long_scene.reference) == []

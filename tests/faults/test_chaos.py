@@ -14,7 +14,7 @@ from tests.harness.chaos.judge import judge
 from tests.harness.chaos.lives import Life, StruckJob, strike_job
 from tests.harness.chaos.places import Places, make_places
 from tests.harness.chaos.strikes import WEIGHTS, draw_strikes
-from tests.harness.exact_job import STEPS, Reference
+from tests.harness.exact_job import LONG, Reference
 
 pytestmark = pytest.mark.faults
 SEED = 10
@@ -22,10 +22,12 @@ NUM_STRIKES = 6
 """A notice, deaths of an agent and of the driver, and of workers, two of them inside rebuilds."""
 
 
-def test_random_strikes_cost_nothing(scene: Scene, tmp_path: Path) -> None:
+def test_random_strikes_cost_nothing(long_scene: Scene, tmp_path: Path) -> None:
     with make_places(tmp_path / "job") as places:
-        struck = strike_job(places, scene.shared, STEPS, draw_strikes(SEED, NUM_STRIKES))
-        found = judge(struck, scene.reference)
+        struck = strike_job(
+            places, long_scene.shared, LONG["steps"], draw_strikes(SEED, NUM_STRIKES)
+        )
+        found = judge(struck, long_scene.reference)
     assert found["wrong"] == [], found
     assert found["strikes"] >= NUM_STRIKES - 1, found
 

@@ -3,54 +3,47 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from tests.harness.waits import HANG_S
-
-pytestmark = pytest.mark.faults
-ROOT = Path(__file__).parents[2]
-
-STEP_THE_CLOCK = """
-import sys, time
-true_time = time.time
-ahead = [0.0]
-time.time = lambda: true_time() + ahead[0]  # before anything binds it
-
-from types import SimpleNamespace
-from unittest.mock import Mock
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.reports.newest_reports import LatestReport
 from autohet.driver.ray.workers import WorkerSettings
 from autohet.driver.ray.workforce import RayWorkforce
 from autohet.runtime.job.elastic import ElasticSection
 
-ray_cluster.head_address = lambda: "127.0.0.1"
-job = SimpleNamespace(elastic=ElasticSection())
-observer = RayWorkforce(job, "run", Mock(), None, WorkerSettings(1)).observer
-now = observer.clock()
-said = SimpleNamespace(process_id=1)
-answers = {"heard": LatestReport(now, value=said, heard_at=now), "starts": LatestReport(now)}
-observer.worker_reports.answers = answers
-for step_s in (3600.0, -3600.0):
-    ahead[0] = step_s
-    observer.find_losses(observer.clock())
-    print(sorted(observer.losses))
-observer.find_losses(observer.clock() + 3600.0)
-print(sorted(observer.losses))
-"""
+ROOT = Path(__file__).parents[2]
 
 
-def test_a_step_of_the_wall_clock_kills_nobody() -> None:
-    """In a process of its own, whose wall clock jumps between a worker's answer and the look for
-    the silent ones.
+def test_a_step_of_the_wall_clock_kills_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock jumps between a worker's answer and the look for the silent ones. What binds
+    the clock before this test is named by the next one.
     """
-    program = [sys.executable, "-c", STEP_THE_CLOCK]
-    done = subprocess.run(program, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=HANG_S)
-    assert done.stdout.decode().splitlines()[-3:] == ["[]", "[]", "['heard', 'starts']"]
+    monkeypatch.setattr(ray_cluster, "head_address", lambda: "127.0.0.1")
+    job: Any = SimpleNamespace(elastic=ElasticSection())
+    workforce = RayWorkforce(job, "run", Mock(), None, WorkerSettings(1))
+    try:
+        observer = workforce.observer
+        now = observer.clock()
+        said: Any = SimpleNamespace(process_id=1)
+        observer.worker_reports.answers = {
+            "heard": LatestReport(now, value=said, heard_at=now),
+            "starts": LatestReport(now),
+        }
+        true_time = time.time
+        for step_s in (3600.0, -3600.0):
+            monkeypatch.setattr(time, "time", lambda step_s=step_s: true_time() + step_s)
+            observer.find_losses(observer.clock())
+            assert observer.losses == {}
+        observer.find_losses(observer.clock() + 3600.0)
+        assert sorted(observer.losses) == ["heard", "starts"]
+    finally:
+        workforce.close(at_once=True)
 
 
 DATES = {

@@ -13,7 +13,7 @@ from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 from recovery.storage.open import open_storage
 from tests.faults.conftest import Scene
 from tests.harness.chaos.places import flip_bit
-from tests.harness.exact_job import CHAIN, STEPS, differing_shards, exact_job
+from tests.harness.exact_job import CHAIN, LONG, differing_shards, exact_job
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_at
 from tests.harness.struck_run import Result, StruckRun, losses_by_step
@@ -42,11 +42,7 @@ def damage_newest(uri: Path) -> tuple[int, int]:
 def check_end(scene: Scene, uri: Path, events: list[dict[str, Any]], result: Result) -> None:
     assert result.ok, result.reason
     assert losses_by_step(events) == list(scene.reference.losses)
-    assert differing_shards(str(uri), STEPS, scene.reference) == []
-
-
-def stop(run: StruckRun, seen: Observation) -> None:
-    run.fleet.stop_reason = "the test"
+    assert differing_shards(str(uri), scene.reference) == []
 
 
 def test_a_new_fleet_goes_on_from_an_older_intact_checkpoint(
@@ -54,7 +50,8 @@ def test_a_new_fleet_goes_on_from_an_older_intact_checkpoint(
 ) -> None:
     uri = tmp_path / "checkpoints"
     job = exact_job(tmp_path, scene.shared, memory)
-    first = StruckRun(job, tmp_path).run(Interference().when(trains_at(10), stop))
+    events = Interference().when(trains_at(10), lambda run, seen: run.stop())
+    first = StruckRun(job, tmp_path, hold=11).run(events)
     shutil.rmtree(memory)
     shutil.rmtree(tmp_path / "disk")
     newest, older = damage_newest(uri)
@@ -69,15 +66,16 @@ def test_a_new_fleet_goes_on_from_an_older_intact_checkpoint(
 
 @pytest.mark.slow
 def test_a_survivor_goes_on_from_an_older_intact_checkpoint(
-    scene: Scene, tmp_path: Path, memory: Path
+    long_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """The only holder of two layers dies after the newest checkpoint was damaged."""
     uri = tmp_path / "checkpoints"
     job = exact_job(
         tmp_path,
-        scene.shared,
+        long_scene.shared,
         memory,
         CHAIN,
+        training=LONG,
         checkpoint={"every_steps": 4, "replicate_every_steps": 0},
     )
     found: list[int] = []
@@ -97,6 +95,6 @@ def test_a_survivor_goes_on_from_an_older_intact_checkpoint(
     with nothing_left(memory):
         run = StruckRun(job, tmp_path, nodes={"b": 1, "c": 1, "e": 1})
         result = run.run(events)
-    check_end(scene, uri, result.events, result)
+    check_end(long_scene, uri, result.events, result)
     restores = [event["step"] for event in result.events if event["kind"] == "restore"]
     assert restores[1:] == [found[1]], (restores, found)

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from tests.faults.conftest import Scene, lose_a_worker
-from tests.harness.exact_job import PLAN
+from tests.harness.exact_job import LAYERS, PLAN
 
 pytestmark = pytest.mark.faults
 MODEL = {
     "model_type": "mixtral",
     "hidden_size": 32,
     "intermediate_size": 32,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "num_local_experts": 8,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from autohet.control.values.observation import Observation
-from tests.faults.conftest import Scene
-from tests.faults.test_sequences import nothing_lost, run_through
+from tests.faults.conftest import Scene, nothing_lost, run_through
+from tests.harness.exact_job import LONG
 from tests.harness.local_fleet import Interference, trains_at
 from tests.harness.struck_run import StruckRun
 
@@ -23,7 +23,7 @@ SLOW_S = 4.5  # beyond the silence that makes a worker suspect
     "whole_node", [pytest.param(False, marks=pytest.mark.slow), True], ids=["worker", "node"]
 )
 def test_the_slow_are_waited_for(
-    whole_node: bool, scene: Scene, tmp_path: Path, memory: Path
+    whole_node: bool, long_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """An interpreter that is held up by native code, or a node that is away for a moment: suspect,
     and nothing more.
@@ -43,7 +43,7 @@ def test_the_slow_are_waited_for(
 
     events = Interference()
     events.when(trains_at(6), slow_down)
-    result = run_through(scene, tmp_path, memory, events)
+    result = run_through(long_scene, tmp_path, memory, events, training=LONG)
     nothing_lost(result)
     assert result.summary["generations"] == 1
     assert [event for event in result.events if event["kind"] == "death"] == []

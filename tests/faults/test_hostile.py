@@ -16,8 +16,7 @@ from autohet.driver.ray.reports import report_server
 from autohet.driver.ray.store import store_server
 from autohet.runtime.messages import AgentEndpoint
 from recovery.peers import server as peers_server
-from tests.faults.conftest import Scene
-from tests.faults.test_matrix import check_outcome
+from tests.faults.conftest import Scene, check_outcome
 from tests.harness.besieged import besiege, peer_captures, store_captures
 from tests.harness.exact_job import exact_job
 from tests.harness.hostile_user import Targets, hostile_user
@@ -79,7 +78,7 @@ def test_a_run_goes_on_beside_a_siege(scene: Scene, tmp_path: Path, memory: Path
     assert found["leaks"] == 0
     assert found["directory_successes"] == []
     assert result.complaints == []
-    check_outcome(tmp_path, scene.reference, result.events)
+    check_outcome(job.checkpoint_storage, scene.reference, result.events)
     assert result.summary["steps_lost"] == 0
 
 

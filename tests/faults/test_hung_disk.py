@@ -21,12 +21,11 @@ from autohet.control.values.observation import Observation
 from recovery.local.snapshot_file import SnapshotFileWriter
 from recovery.local.snapshot_format import FileMap
 from recovery.state.layout import TensorSpec
-from tests.faults.conftest import Scene
-from tests.harness.exact_job import STEPS, differing_shards, exact_job
-from tests.harness.leaks import nothing_left
+from tests.faults.conftest import Scene, run_through
+from tests.harness.exact_job import LONG
 from tests.harness.local_fleet import Interference, trains_at
 from tests.harness.mounts import mounted
-from tests.harness.struck_run import StruckRun, losses_by_step
+from tests.harness.struck_run import StruckRun
 
 FREEZE, THAW = 0xC0045877, 0xC0045878  # FIFREEZE and FITHAW of linux/fs.h
 FROZEN_AT = 6
@@ -81,7 +80,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 @pytest.mark.faults
 def test_a_disk_that_hangs_for_longer_than_a_heartbeat_costs_nothing(
-    scene: Scene, tmp_path: Path, memory: Path, disk: Disk
+    long_scene: Scene, tmp_path: Path, memory: Path, disk: Disk
 ) -> None:
     """Spills are forced to the disk in a thread of their own. One that kept the interpreter
     meanwhile (`mmap.flush` does) would stop the worker's step and its reports, and the driver take
@@ -95,20 +94,12 @@ def test_a_disk_that_hangs_for_longer_than_a_heartbeat_costs_nothing(
 
     events.when(trains_at(FROZEN_AT), lambda run, seen: disk.freeze())
     events.when(was_frozen_long_enough, lambda run, seen: disk.thaw())
-    job = exact_job(
-        tmp_path,
-        scene.shared,
-        memory,
-        checkpoint={"local_directory": str(disk.path / "disk")},
-        elastic={"heartbeat_timeout_s": HEARTBEAT_S},
-    )
-    with nothing_left(memory):
-        run = StruckRun(job, tmp_path)
-        result = run.run(events)
-        assert result.ok, result.reason
-    assert not events.events, result.reason
-    assert losses_by_step(result.events) == list(scene.reference.losses)
-    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference) == []
+    given = {
+        "checkpoint": {"local_directory": str(disk.path / "disk")},
+        "elastic": {"heartbeat_timeout_s": HEARTBEAT_S},
+        "training": LONG,
+    }
+    result = run_through(long_scene, tmp_path, memory, events, **given)
     assert result.summary["generations"] == 1
     assert set(result.starts.values()) == {1}
 

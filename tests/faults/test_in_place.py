@@ -11,12 +11,11 @@ import pytest
 from autohet.control import replanning
 from autohet.control.job_state import Training
 from autohet.control.values.observation import Observation
-from tests.faults.conftest import SHORT, SHORT_STEPS, Scene
-from tests.faults.test_sequences import harm, nothing_lost, run_through
-from tests.harness.exact_job import PLAN, differing_shards, exact_job
-from tests.harness.leaks import nothing_left
+from tests.faults.conftest import Scene, nothing_lost, run_through
+from tests.faults.test_sequences import harm
+from tests.harness.exact_job import LONG, PLAN
 from tests.harness.local_fleet import Interference, in_generation, trains_at
-from tests.harness.struck_run import Strike, StruckRun, losses_by_step
+from tests.harness.struck_run import Strike, StruckRun
 
 pytestmark = pytest.mark.faults
 
@@ -39,7 +38,9 @@ def trains_in(generation: int) -> Any:
     return condition
 
 
-def test_two_deaths_cost_no_search_and_no_row(scene: Scene, tmp_path: Path, memory: Path) -> None:
+def test_two_deaths_cost_no_search_and_no_row(
+    long_scene: Scene, tmp_path: Path, memory: Path
+) -> None:
     searching: list[str] = []
 
     def note_searches(run: StruckRun) -> None:
@@ -54,9 +55,9 @@ def test_two_deaths_cost_no_search_and_no_row(scene: Scene, tmp_path: Path, memo
     events = Interference()
     events.when(trains_at(5), harm("kill", "d/0"))
     events.when(trains_in(2), harm("kill", "c/0"))
-    checked = {"replica_check_steps": 1}
+    checked = {**LONG, "replica_check_steps": 1}
     result = run_through(
-        scene, tmp_path, memory, events, note_searches, plan=THREES, training=checked
+        long_scene, tmp_path, memory, events, note_searches, plan=THREES, training=checked
     )
     nothing_lost(result)
     # Not by number: one that was prepared when the second death came is used up.
@@ -89,7 +90,7 @@ def test_two_deaths_cost_no_search_and_no_row(scene: Scene, tmp_path: Path, memo
     ],
 )
 def test_a_death_in_passes_costs_the_rows_of_its_pipeline(
-    short_scene: Scene,
+    scene: Scene,
     tmp_path: Path,
     memory: Path,
     point: str,
@@ -102,18 +103,15 @@ def test_a_death_in_passes_costs_the_rows_of_its_pipeline(
     then: worker that dies in the generation after. num_kept: None where it depends on how
     far the others are.
     """
-    training = {**SHORT, "replica_check_steps": 1}
-    job = exact_job(tmp_path, short_scene.shared, memory, training=training)
+    given = {
+        "how": {"strike": Strike(point, "worker", mode)},
+        "training": {"replica_check_steps": 1},
+    }
     events = Interference()
     if then is not None:
         events.when(in_generation(2), harm("kill", then))
-    with nothing_left(memory), patch.object(replanning, "GATED_STEP_S", 0.0):
-        run = StruckRun(job, tmp_path, Strike(point, "worker", mode))
-        result = run.run(events)
-        assert result.ok, result.reason
-    assert losses_by_step(result.events) == list(short_scene.reference.losses)
-    storage = str(tmp_path / "checkpoints")
-    assert differing_shards(storage, SHORT_STEPS, short_scene.reference) == []
+    with patch.object(replanning, "GATED_STEP_S", 0.0):
+        result = run_through(scene, tmp_path, memory, events, **given)
     nothing_lost(result)
     kept = [event["kept_rows"] for event in result.events if "kept_rows" in event]
     if num_kept is not None:

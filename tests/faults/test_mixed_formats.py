@@ -12,14 +12,14 @@ import pytest
 
 from autohet.runtime.step.loss_scale import FIRST_SCALE, LossScales
 from tests.faults.conftest import FEW_STEPS, Scene, lose_a_worker
-from tests.harness.exact_job import PLAN
+from tests.harness.exact_job import LAYERS, PLAN
 
 pytestmark = pytest.mark.faults
 MODEL = {
     "model_type": "llama",
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "vocab_size": 256,

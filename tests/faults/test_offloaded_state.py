@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults.conftest import SHORT, SHORT_STEPS, Scene
-from tests.harness.exact_job import PLAN, differing_shards, exact_job
-from tests.harness.history import history_of
-from tests.harness.leaks import nothing_left
-from tests.harness.struck_run import Strike, StruckRun, losses_by_step
+from tests.faults.conftest import Scene, run_through
+from tests.harness.exact_job import PLAN
+from tests.harness.struck_run import Strike
 
 pytestmark = pytest.mark.faults
 
@@ -29,17 +27,9 @@ def offloaded_plan() -> dict[str, Any]:
     return plan
 
 
-def test_a_worker_goes_and_no_step_is_lost(
-    short_scene: Scene, tmp_path: Path, memory: Path
-) -> None:
-    job = exact_job(tmp_path, short_scene.shared, memory, offloaded_plan(), training=SHORT)
-    with nothing_left(memory):
-        result = StruckRun(job, tmp_path, Strike("mid_update", "worker", "kill")).run()
-        assert result.ok, result.reason
+def test_a_worker_goes_and_no_step_is_lost(scene: Scene, tmp_path: Path, memory: Path) -> None:
+    how = {"strike": Strike("mid_update", "worker", "kill")}
+    result = run_through(scene, tmp_path, memory, how=how, plan=offloaded_plan())
     assert result.struck_at_step is not None
-    assert losses_by_step(result.events) == list(short_scene.reference.losses)
-    checkpoints = str(tmp_path / "checkpoints")
-    history = history_of(result.events)
-    assert differing_shards(checkpoints, SHORT_STEPS, short_scene.reference, history) == []
     assert result.summary["reconfigurations"]
     assert result.summary["steps_lost"] == 0

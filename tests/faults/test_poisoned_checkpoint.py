@@ -12,14 +12,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from autohet.control.values.observation import Observation
 from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
 from recovery.checkpoint.manifest import MANIFEST_NAME, encode_manifest
 from recovery.checkpoint.read import read_shards
 from recovery.state.checksum import checksum
 from recovery.storage.open import open_storage
 from tests.faults.conftest import Scene
-from tests.harness.exact_job import CHAIN, exact_job
+from tests.harness.exact_job import CHAIN, LAYERS, exact_job
 from tests.harness.local_fleet import Interference, trains_at
 from tests.harness.struck_run import StruckRun, losses_by_step
 
@@ -29,7 +28,7 @@ LLAMA = {
     "vocab_size": 256,
     "hidden_size": 16,
     "intermediate_size": 32,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
 }
 NODES = {"b": 1, "c": 1}
@@ -64,29 +63,25 @@ def poison_newest(uri: Path) -> tuple[int, int]:
     return newest, before
 
 
-def stop(run: StruckRun, seen: Observation) -> None:
-    run.fleet.stop_reason = "the test"
-
-
 def test_a_run_goes_back_behind_a_poisoned_checkpoint_and_ends_as_if_there_had_been_none(
     scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    def job_in(directory: Path) -> StruckRun:
-        directory.mkdir()
-        model = {"config": LLAMA}
-        job = exact_job(directory, scene.shared, memory, CHAIN, model=model)
-        return StruckRun(job, directory, nodes=NODES)
+    def run_in(directory: Path, hold: int | None = None) -> StruckRun:
+        directory.mkdir(exist_ok=True)
+        given = {"model": {"config": LLAMA}, "training": {"max_skipped_steps": 2}}
+        job = exact_job(directory, scene.shared, memory, CHAIN, **given)
+        return StruckRun(job, directory, nodes=NODES, hold=hold)
 
-    undisturbed = job_in(tmp_path / "undisturbed").run()
+    undisturbed = run_in(tmp_path / "undisturbed").run()
     assert undisturbed.ok, undisturbed.reason
 
     root = tmp_path / "poisoned"
-    first = job_in(root).run(Interference().when(trains_at(14), stop))
+    events = Interference().when(trains_at(10), lambda run, seen: run.stop())
+    first = run_in(root, hold=11).run(events)
     shutil.rmtree(memory)
     shutil.rmtree(root / "disk")
     newest, older = poison_newest(root / "checkpoints")
-    job = exact_job(root, scene.shared, memory, CHAIN, model={"config": LLAMA})
-    result = StruckRun(job, root, nodes=NODES).run()
+    result = run_in(root).run()
     assert result.ok, result.reason
     restores = [event["step"] for event in result.events if event["kind"] == "restore"]
     assert restores == [newest, older]

@@ -13,19 +13,21 @@ from autohet.control.job_state import Training
 from autohet.control.states import cutting_over
 from autohet.control.values.observation import Observation
 from autohet.runtime.messages import GenerationOrder
-from tests.faults.conftest import Scene
-from tests.faults.test_sequences import building, harm, nothing_lost, run_through
+from tests.faults.conftest import Scene, nothing_lost, run_through
+from tests.faults.test_sequences import building, harm
 from tests.harness.driver_life import DriverLife
-from tests.harness.exact_job import STEPS, differing_shards, exact_job, node_type, train_alone
+from tests.harness.exact_job import LONG, differing_shards, exact_job, node_type, train_alone
 from tests.harness.fault_points import FaultPoint
 from tests.harness.history import history_of
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Condition, Interference, in_generation, trains_at
-from tests.harness.struck_run import Strike, StruckRun, losses_by_step
+from tests.harness.struck_run import Strike, StruckRun
 from tests.harness.waits import HANG_S
 
 pytestmark = pytest.mark.faults
 WARNED = f"notice a {HANG_S}"
+NOTHING_STRUCK = Strike("forward", "worker", "kill", 999, before=WARNED)
+"""Step 7 waits for the orders of the cut-over."""
 
 
 def preparing(run: StruckRun, seen: Observation) -> bool:
@@ -47,23 +49,19 @@ class Numbers:
         self.used = run.controller.memory.generation
 
 
-@pytest.mark.parametrize("strike", [None, "kill", pytest.param("freeze", marks=pytest.mark.slow)])
-def test_a_notice_and_a_strike_on_a_survivor_while_it_is_prepared_for(
-    scene: Scene, tmp_path: Path, memory: Path, strike: str | None
+@pytest.mark.parametrize("strike", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
+def test_a_strike_on_a_survivor_while_a_notice_is_prepared_for(
+    long_scene: Scene, tmp_path: Path, memory: Path, strike: str
 ) -> None:
     numbers = Numbers()
     events = Interference()
     events.when(trains_at(5), harm("notice", "a"))
     events.when(preparing, numbers.note_prepared)
-    if strike is not None:
-        events.when(lambda run, seen: True, harm(strike, "b"))
+    events.when(lambda run, seen: True, harm(strike, "b"))
     events.when(in_generation(2), numbers.note_used)
-    result = run_through(scene, tmp_path, memory, events)
+    result = run_through(long_scene, tmp_path, memory, events, training=LONG)
     nothing_lost(result)
-    if strike is None:
-        assert numbers.used == numbers.prepared, "what was prepared is what trains"
-    else:
-        assert numbers.used > numbers.prepared, "with a dead member it is never used"
+    assert numbers.used > numbers.prepared, "with a dead member it is never used"
 
 
 @pytest.fixture
@@ -86,14 +84,11 @@ def test_a_death_at_the_cut_over(
     alone = tmp_path / "alone"
     alone.mkdir()
     reference = train_alone(alone, scene.shared, training=skips)
-    job = exact_job(tmp_path, scene.shared, memory, training={**skips, "replica_check_steps": 1})
-    with nothing_left(memory):
-        run = StruckRun(job, tmp_path, Strike(point, "worker", "kill", step=8, before=WARNED))
-        result = run.run()
-        assert result.ok, result.reason
+    skipping = Scene(scene.shared, reference)
+    how = {"strike": Strike(point, "worker", "kill", step=8, before=WARNED)}
+    training = {**skips, "replica_check_steps": 1}
+    result = run_through(skipping, tmp_path, memory, how=how, training=training)
     assert result.struck_at_step is not None, "the point was never reached"
-    assert losses_by_step(result.events) == list(reference.losses)
-    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, reference) == []
     nothing_lost(result)
     (begun, *_) = [e for e in result.events if "without a stop" in e.get("reason", "")]
     assert "at step 9" in begun["reason"]
@@ -103,11 +98,9 @@ def test_orders_that_are_lost_on_the_way_drop_the_preparation_alone(
     scene: Scene, tmp_path: Path, memory: Path, soon: None
 ) -> None:
     """d/0 never gets its order of the first cut-over: all train on, and begin a later one."""
-    job = exact_job(tmp_path, scene.shared, memory)
     sent: list[GenerationOrder] = []
-    with nothing_left(memory):
-        # Nothing is struck: step 7 waits for the orders.
-        run = StruckRun(job, tmp_path, Strike("forward", "worker", "kill", 999, before=WARNED))
+
+    def lose(run: StruckRun) -> None:
         begin = run.fleet.begin
 
         def lose_first(orders: Mapping[str, GenerationOrder]) -> None:
@@ -118,10 +111,8 @@ def test_orders_that_are_lost_on_the_way_drop_the_preparation_alone(
             begin(orders)
 
         run.fleet.begin = lose_first  # type: ignore[method-assign]
-        result = run.run()
-        assert result.ok, result.reason
-    assert losses_by_step(result.events) == list(scene.reference.losses)
-    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference) == []
+
+    result = run_through(scene, tmp_path, memory, prepare=lose, how={"strike": NOTHING_STRUCK})
     nothing_lost(result)
     plans = {event["generation"] for event in result.events if event["kind"] == "plan"}
     assert sent[0].generation not in plans, "a number that was dropped is never used"
@@ -130,10 +121,10 @@ def test_orders_that_are_lost_on_the_way_drop_the_preparation_alone(
 
 
 def test_a_driver_that_dies_once_a_generation_is_claimed_that_nobody_begins(
-    scene: Scene, tmp_path: Path, memory: Path
+    long_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """The workers train on beyond the step at which it was to begin: that is not lost."""
-    job = exact_job(tmp_path, scene.shared, memory)
+    job = exact_job(tmp_path, long_scene.shared, memory, training=LONG)
     lives = [DriverLife(job, tmp_path / "0", Strike("claimed", "driver", "kill", before=WARNED))]
     with nothing_left(memory):
         try:
@@ -153,36 +144,36 @@ def test_a_driver_that_dies_once_a_generation_is_claimed_that_nobody_begins(
     for untold in range(events[-1]["step"] + 1, restored):
         events.append({**events[-1], "step": untold})
     history = history_of([*events, *lives[1].events])
-    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference, history) == []
+    assert differing_shards(str(tmp_path / "checkpoints"), long_scene.reference, history) == []
 
 
 @pytest.mark.parametrize("scope", [pytest.param("worker", marks=pytest.mark.slow), "node"])
 def test_an_upload_that_outlasts_the_cut_over_is_committed(
-    scene: Scene, tmp_path: Path, memory: Path, soon: None, scope: str
+    long_scene: Scene, tmp_path: Path, memory: Path, soon: None, scope: str
 ) -> None:
     """b/0, which stays, or a/0, which leaves, ends its part of step 4 under generation 2."""
-    job = exact_job(tmp_path, scene.shared, memory)
     strike = Strike("upload", scope, "kill", step=4, before=WARNED)
-    run = StruckRun(job, tmp_path, strike)
     upload = strike.fault_point
     arrived: list[FaultPoint] = []
 
-    def hold_upload(point: FaultPoint) -> None:
-        if point == upload:
-            arrived.append(point)
-        else:
-            run.at_point(point)
+    def hold_upload(run: StruckRun) -> None:
+        def act(point: FaultPoint) -> None:
+            if point == upload:
+                arrived.append(point)
+            else:
+                run.at_point(point)
 
-    run.fleet.act = hold_upload
+        run.fleet.act = act
+
+    numbers = Numbers()
     events = Interference()
-    events.when(in_generation(2), lambda run, seen: None)
+    events.when(preparing, numbers.note_prepared)
+    events.when(in_generation(2), numbers.note_used)
     events.when(trains_at(11), lambda run, seen: run.fleet.open_gate(upload))
-    with nothing_left(memory):
-        result = run.run(events)
-    assert result.ok, result.reason
+    given = {"how": {"strike": strike}, "training": LONG}
+    result = run_through(long_scene, tmp_path, memory, events, hold_upload, **given)
     assert arrived == [upload]
-    assert losses_by_step(result.events) == list(scene.reference.losses)
-    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference) == []
+    assert numbers.used == numbers.prepared, "what was prepared is what trains"
     nothing_lost(result)
     assert "a/0" not in result.resources, "the node that leaves is released"
     stored = {e["step"]: e["generation"] for e in result.events if e["kind"] == "checkpoint"}
@@ -200,24 +191,18 @@ def orders_out(run: StruckRun, seen: Observation) -> bool:
 
 @pytest.mark.parametrize(("mode", "victim"), [("notice", "d"), ("kill", "b/0")])
 def test_a_strike_between_the_orders_and_the_cut_over(
-    scene: Scene, tmp_path: Path, memory: Path, soon: None, mode: str, victim: str
+    long_scene: Scene, tmp_path: Path, memory: Path, soon: None, mode: str, victim: str
 ) -> None:
     """A second notice makes the workers vote against what is prepared: both nodes leave in one
     change. A death ends it as well.
     """
-    job = exact_job(tmp_path, scene.shared, memory)
     numbers = Numbers()
     events = Interference()
     events.when(orders_out, numbers.note_prepared)
     events.when(lambda run, seen: True, harm(mode, victim))
     events.when(in_generation(2), lambda run, seen: None)
-    with nothing_left(memory):
-        # Nothing else is struck: step 7 waits for the orders.
-        strike = Strike("forward", "worker", "kill", 999, before=WARNED)
-        result = StruckRun(job, tmp_path, strike).run(events)
-    assert result.ok, result.reason
-    assert losses_by_step(result.events) == list(scene.reference.losses)
-    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference) == []
+    given = {"how": {"strike": NOTHING_STRUCK}, "training": LONG}
+    result = run_through(long_scene, tmp_path, memory, events, **given)
     nothing_lost(result)
     plans = {event["generation"] for event in result.events if event["kind"] == "plan"}
     assert numbers.prepared not in plans, "it is never begun"
@@ -230,7 +215,7 @@ def test_a_strike_between_the_orders_and_the_cut_over(
 
 @pytest.mark.parametrize("moment", [pytest.param(orders_out, marks=pytest.mark.slow), building])
 def test_a_death_of_a_worker_that_is_new_in_the_next_generation(
-    scene: Scene, tmp_path: Path, memory: Path, moment: Condition
+    long_scene: Scene, tmp_path: Path, memory: Path, moment: Condition
 ) -> None:
     """e/0 dies with its orders, or while it is given its state."""
 
@@ -242,5 +227,5 @@ def test_a_death_of_a_worker_that_is_new_in_the_next_generation(
     events.when(trains_at(3), lambda run, seen: run.fleet.add("e", node_type(1)))
     events.when(lambda run, seen: "e/0" in seen.reports, harm("notice", "a"))
     events.when(is_new, harm("kill", "e/0"))
-    result = run_through(scene, tmp_path, memory, events)
+    result = run_through(long_scene, tmp_path, memory, events, training=LONG)
     nothing_lost(result)

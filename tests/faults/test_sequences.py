@@ -1,53 +1,23 @@
-"""Faults that come one upon another, nodes that come back, many changes in a row, clocks that
-disagree.
-"""
+"""Faults that come one upon another, nodes that come back, many changes in a row."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from autohet.control.job_state import Building
 from autohet.control.values.observation import Observation
-from tests.faults.conftest import Scene
-from tests.harness.exact_job import PLAN, STEPS, differing_shards, exact_job
+from tests.faults.conftest import Scene, nothing_lost, run_through
+from tests.harness.exact_job import LAYERS, LONG, PLAN, exact_job
 from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_a_while, trains_at
 from tests.harness.remote_process import RemoteProcess
-from tests.harness.struck_run import Result, StruckRun, losses_by_step
+from tests.harness.struck_run import StruckRun, losses_by_step
 
 pytestmark = pytest.mark.faults
-
-
-def run_through(
-    scene: Scene,
-    directory: Path,
-    memory: Path,
-    events: Interference,
-    prepare: Callable[[StruckRun], None] = lambda run: None,
-    **sections: Any,
-) -> Result:
-    """A run to its end with these events, every check that holds for all of them made."""
-    job = exact_job(directory, scene.shared, memory, **sections)
-    with nothing_left(memory):
-        run = StruckRun(job, directory)
-        prepare(run)
-        result = run.run(events)
-        assert result.ok, result.reason
-    assert not events.events, f"{len(events.events)} events did not happen: {result.reason}"
-    assert losses_by_step(result.events) == list(scene.reference.losses)
-    assert differing_shards(str(directory / "checkpoints"), STEPS, scene.reference) == []
-    return result
-
-
-def nothing_lost(result: Result) -> None:
-    changes = result.summary["reconfigurations"]
-    assert result.summary["steps_lost"] == 0, changes
-    assert sum(change["bytes_by_tier"]["s3"] for change in changes) == 0, changes
 
 
 def harm(mode: str, victim: str) -> Callable[[StruckRun, Observation], None]:
@@ -60,15 +30,17 @@ def building(run: StruckRun, seen: Observation) -> bool:
 
 @pytest.mark.slow
 def test_six_deaths_each_inside_the_rebuild_after_the_one_before(
-    scene: Scene, tmp_path: Path, memory: Path
+    long_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """Eight live nodes, each with a whole copy: a new death is no repetition of the one before."""
     nodes = {f"n{number}": 1 for number in range(8)}
-    stage = {"first_layer": 0, "num_layers": 4}
+    stage = {"first_layer": 0, "num_layers": LAYERS}
     pipelines = [
         {"num_microbatches": 1, "stages": [{**stage, "workers": [f"{name}/0"]}]} for name in nodes
     ]
-    job = exact_job(tmp_path, scene.shared, memory, {**PLAN, "pipelines": pipelines})
+    job = exact_job(
+        tmp_path, long_scene.shared, memory, {**PLAN, "pipelines": pipelines}, training=LONG
+    )
     struck: dict[int, str] = {}
 
     def kill_a_participant(run: StruckRun, seen: Observation) -> None:
@@ -86,7 +58,7 @@ def test_six_deaths_each_inside_the_rebuild_after_the_one_before(
         result = StruckRun(job, tmp_path, nodes=nodes).run(events)
     assert result.ok, result.reason
     assert len(struck) == 6, f"the rest did not come: {result.reason}"
-    assert losses_by_step(result.events) == list(scene.reference.losses)
+    assert losses_by_step(result.events) == list(long_scene.reference.losses)
     nothing_lost(result)
 
 
@@ -107,7 +79,7 @@ class Partition:
         run.fleet.thaw_node("a", self.processes)
 
 
-def test_a_partitioned_node_comes_back(scene: Scene, tmp_path: Path, memory: Path) -> None:
+def test_a_partitioned_node_comes_back(long_scene: Scene, tmp_path: Path, memory: Path) -> None:
     """Its old processes still train generation 1 when new ones are hired beside them: they change
     nothing any more.
     """
@@ -121,7 +93,7 @@ def test_a_partitioned_node_comes_back(scene: Scene, tmp_path: Path, memory: Pat
         ),
         lambda run, seen: None,
     )
-    result = run_through(scene, tmp_path, memory, events, training={"steps": STEPS})
+    result = run_through(long_scene, tmp_path, memory, events, training=LONG)
     nothing_lost(result)
     assert result.starts["worker-a/0"] == 2
 
@@ -148,9 +120,7 @@ def test_many_changes_leave_nothing_in_the_survivors(
             lambda run, seen: "b/0" not in run.controller.memory.members, lambda run, seen: None
         )
     events.when(trains_a_while(workers=5), look)
-    events.when(
-        lambda run, seen: True, lambda run, seen: setattr(run.fleet, "stop_reason", "the test")
-    )
+    events.when(lambda run, seen: True, lambda run, seen: run.stop())
     job = exact_job(tmp_path, scene.shared, memory, training={"steps": 5000})
     with nothing_left(memory):
         run = StruckRun(job, tmp_path)
@@ -161,21 +131,3 @@ def test_many_changes_leave_nothing_in_the_survivors(
     before = held[0]
     after = held[-1]
     assert all(b <= a + 4 for a, b in zip(before, after, strict=True)), held
-
-
-def test_clocks_that_disagree_change_no_step_and_no_figure(
-    scene: Scene, tmp_path: Path, memory: Path
-) -> None:
-    """Two nodes are an hour ahead, another a day behind; a node dies."""
-
-    def skew(run: StruckRun) -> None:
-        run.fleet.clock_offsets.update({"b": 3600.0, "c": 3600.0, "d": -86400.0})
-
-    events = Interference()
-    events.when(trains_at(5), harm("kill", "a"))
-    events.when(in_generation(2), lambda run, seen: None)
-    result = run_through(scene, tmp_path, memory, events, skew)
-    nothing_lost(result)
-    (change,) = result.summary["reconfigurations"]
-    assert 0 <= change["seconds"]["first_step"] < 3000
-    assert 0 <= change["seconds"]["total"] < 3000

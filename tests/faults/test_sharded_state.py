@@ -14,13 +14,10 @@ from typing import Any
 
 import pytest
 
-from autohet.control.values.observation import Observation
-from tests.faults.conftest import SHORT, Scene
-from tests.harness.exact_job import PLAN, differing_shards, exact_job
-from tests.harness.history import history_of
-from tests.harness.leaks import nothing_left
+from tests.faults.conftest import Scene, replicated, run_through
+from tests.harness.exact_job import LONG, PLAN
 from tests.harness.local_fleet import Interference, in_generation
-from tests.harness.struck_run import Result, Strike, StruckRun, losses_by_step
+from tests.harness.struck_run import Result, Strike
 
 pytestmark = pytest.mark.faults
 NO_CHECKPOINT = {"every_steps": 1000}
@@ -39,11 +36,7 @@ def sharded_plan() -> dict[str, Any]:
     return plan
 
 
-def check(result: Result, directory: Path, scene: Scene, most_lost: int) -> None:
-    assert losses_by_step(result.events) == list(scene.reference.losses)
-    storage = str(directory / "checkpoints")
-    steps = len(scene.reference.losses)
-    assert differing_shards(storage, steps, scene.reference, history_of(result.events)) == []
+def check(result: Result, most_lost: int) -> None:
     changes = result.summary["reconfigurations"]
     assert changes
     assert result.summary["steps_lost"] <= most_lost, changes
@@ -54,37 +47,23 @@ def check(result: Result, directory: Path, scene: Scene, most_lost: int) -> None
     "name", [pytest.param("vote-worker-kill", marks=pytest.mark.slow), "apply-worker-kill"]
 )
 def test_a_worker_goes_and_its_nodes_snapshot_serves(
-    name: str, short_scene: Scene, tmp_path: Path, memory: Path
+    name: str, scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    strike = Strike(*name.split("-"), step=6)
-    given = {"checkpoint": NO_CHECKPOINT, "training": SHORT}
-    job = exact_job(tmp_path, short_scene.shared, memory, sharded_plan(), **given)
-    with nothing_left(memory):
-        result = StruckRun(job, tmp_path, strike).run()
-        assert result.ok, result.reason
-    assert result.struck_at_step is not None, f"the run never came to {strike.point}"
-    check(result, tmp_path, short_scene, CELLS[name])
-
-
-def replicated(run: StruckRun, seen: Observation, step: int = 4) -> bool:
-    reports = [seen.reports.get(worker) for worker in run.controller.memory.members]
-    return bool(reports) and all(
-        report is not None and (report.replicated_step or -1) >= step for report in reports
-    )
+    how = {"strike": Strike(*name.split("-"), step=6)}
+    given = {"plan": sharded_plan(), "checkpoint": NO_CHECKPOINT}
+    result = run_through(scene, tmp_path, memory, how=how, **given)
+    assert result.struck_at_step is not None, "the run never came to the point"
+    check(result, CELLS[name])
 
 
 def test_a_node_goes_with_its_snapshots_and_copies_serve(
-    scene: Scene, tmp_path: Path, memory: Path
+    long_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """Every layer has three holders, and yet a node takes moments along that nobody else has:
     agents have copied them.
     """
     events = Interference()
-    events.when(replicated, lambda run, seen: run.harm("kill", "a"))
+    events.when(replicated(4), lambda run, seen: run.harm("kill", "a"))
     events.when(in_generation(2), lambda run, seen: None)
-    job = exact_job(tmp_path, scene.shared, memory, sharded_plan(), checkpoint=NO_CHECKPOINT)
-    with nothing_left(memory):
-        result = StruckRun(job, tmp_path).run(events)
-        assert result.ok, result.reason
-    assert not events.events, f"{len(events.events)} events did not happen: {result.reason}"
-    check(result, tmp_path, scene, 8)
+    given = {"plan": sharded_plan(), "checkpoint": NO_CHECKPOINT, "training": LONG}
+    check(run_through(long_scene, tmp_path, memory, events, **given), 8)

@@ -23,11 +23,11 @@ def test_a_frozen_agent_hides_no_other_nodes_copies(
 
     def strike(run: StruckRun, seen: Observation) -> None:
         run.fleet.freeze_node("e")
-        run.fleet.kill_worker("b/0")
+        run.harm("kill", "b/0")
 
     events = Interference()
     events.when(trains_at(7), strike)
     job = exact_job(tmp_path, scene.shared, memory, CHAIN)
-    result = StruckRun(job, tmp_path, nodes={"b": 1, "c": 1, "e": 1}).run(events)
+    result = StruckRun(job, tmp_path, nodes={"b": 1, "c": 1, "e": 1}, hold=9).run(events)
     assert result.summary["steps_lost"] <= 1, result.summary["reconfigurations"]
     assert sum(change["bytes_by_tier"]["s3"] for change in result.summary["reconfigurations"]) == 0

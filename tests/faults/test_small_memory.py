@@ -15,13 +15,12 @@ from autohet.runtime.models.config import load_config
 from planner.plans.plan import Plan
 from recovery.local.memory_budget import FILES, USABLE, Budget, share_out
 from recovery.local.snapshot_format import FileMap
-from tests.faults.conftest import Scene
-from tests.harness.exact_job import CHAIN, STEPS, differing_shards, exact_job
+from tests.faults.conftest import Scene, run_through
+from tests.harness.exact_job import CHAIN, LONG, exact_job
 from tests.harness.fault_points import FaultPoint
-from tests.harness.leaks import nothing_left
 from tests.harness.local_fleet import Interference, in_generation, trains_at
 from tests.harness.mounts import mounted
-from tests.harness.struck_run import StruckRun, losses_by_step
+from tests.harness.struck_run import StruckRun
 
 pytestmark = pytest.mark.faults
 EVERY = 16
@@ -34,8 +33,8 @@ ONE_NODE = {
         {
             "num_microbatches": 8,
             "stages": [
-                {"first_layer": 0, "num_layers": 2, "workers": ["b/0"]},
-                {"first_layer": 2, "num_layers": 2, "workers": ["b/1"]},
+                {"first_layer": 0, "num_layers": 1, "workers": ["b/0"]},
+                {"first_layer": 1, "num_layers": 1, "workers": ["b/1"]},
             ],
         }
     ],
@@ -74,7 +73,7 @@ def has_gone_on(run: StruckRun, seen: Observation) -> bool:
 
 @pytest.mark.parametrize("which", ["left out", pytest.param("kept", marks=pytest.mark.slow)])
 def test_a_death_where_host_memory_holds_half_of_the_snapshots(
-    which: str, small_memory: tuple[Path, Budget], scene: Scene, tmp_path: Path
+    which: str, small_memory: tuple[Path, Budget], long_scene: Scene, tmp_path: Path
 ) -> None:
     """Whoever is in memory dies: no step is lost.
 
@@ -96,22 +95,20 @@ def test_a_death_where_host_memory_holds_half_of_the_snapshots(
 
     events.when(has_gone_on, kill)
     events.when(in_generation(2), lambda run, seen: None)
-    with nothing_left(memory):
-        job = exact_job(tmp_path, scene.shared, memory, ONE_NODE, checkpoint={"every_steps": EVERY})
-        run = StruckRun(job, tmp_path, nodes={"b": 2})
+
+    def hold(run: StruckRun) -> None:
         run.fleet.points = (FaultPoint("forward", victim, HOLD_AT),)
         run.fleet.act = lambda point: run.fleet.open_gate(point) if killed else None
-        result = run.run(events)
-        assert result.ok, result.reason
-    assert not events.events, result.reason
-    assert losses_by_step(result.events) == list(scene.reference.losses)
-    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference) == []
+
+    given = {"plan": ONE_NODE, "checkpoint": {"every_steps": EVERY}, "training": LONG}
+    how = {"nodes": {"b": 2}}
+    result = run_through(long_scene, tmp_path, memory, events, hold, how=how, **given)
     (change,) = result.summary["reconfigurations"]
     if which == "kept":
         assert result.summary["steps_lost"] == 0
         assert change["bytes_by_tier"]["memory"] > 0
     else:
-        assert 0 < result.summary["steps_lost"] < STEPS - EVERY
+        assert 0 < result.summary["steps_lost"] < LONG["steps"] - EVERY
         assert change["step"] == EVERY, (
             "neither further back than to the newest checkpoint, nor less far"
         )

@@ -11,11 +11,10 @@ import pytest
 
 from autohet.control.job_state import Waiting
 from autohet.control.values.observation import Observation
-from tests.faults.conftest import Scene
-from tests.harness.exact_job import CHAIN, STEPS, differing_shards, exact_job, node_type
-from tests.harness.leaks import nothing_left
+from tests.faults.conftest import Scene, replicated, run_through
+from tests.harness.exact_job import CHAIN, LONG, node_type
 from tests.harness.local_fleet import Interference, in_generation
-from tests.harness.struck_run import Result, StruckRun, losses_by_step
+from tests.harness.struck_run import Result, StruckRun
 from tests.harness.waits import HANG_S
 
 pytestmark = pytest.mark.faults
@@ -23,25 +22,14 @@ CHECKPOINT = {"every_steps": 1000}
 """None before the last step: what is lost is in no storage."""
 
 
-def run_through(
+def run_chain(
     scene: Scene, directory: Path, memory: Path, events: Interference, **sections: Any
 ) -> Result:
-    job = exact_job(directory, scene.shared, memory, CHAIN, checkpoint=CHECKPOINT, **sections)
-    with nothing_left(memory):
-        result = StruckRun(job, directory, nodes={"b": 1, "c": 1, "e": 1}).run(events)
-        assert result.ok, result.reason
-    assert not events.events, f"{len(events.events)} events did not happen: {result.reason}"
-    assert losses_by_step(result.events) == list(scene.reference.losses)
-    assert differing_shards(str(directory / "checkpoints"), STEPS, scene.reference) == []
+    how = {"nodes": {"b": 1, "c": 1, "e": 1}}
+    given = {"plan": CHAIN, "checkpoint": CHECKPOINT, "training": LONG, **sections}
+    result = run_through(scene, directory, memory, events, how=how, **given)
     assert sum(change["bytes_by_tier"]["s3"] for change in result.summary["reconfigurations"]) == 0
     return result
-
-
-def replicated(run: StruckRun, seen: Observation, step: int = 6) -> bool:
-    reports = [seen.reports.get(worker) for worker in run.controller.memory.members]
-    return bool(reports) and all(
-        report is not None and (report.replicated_step or -1) >= step for report in reports
-    )
 
 
 def copies_on(memory: Path, node: str) -> set[str]:
@@ -49,14 +37,15 @@ def copies_on(memory: Path, node: str) -> set[str]:
     return {path.name.split("%")[0] for path in (memory / "run" / node).glob("*pushed*.snapshot")}
 
 
-@pytest.mark.parametrize("mode", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["kill", "freeze"])
 def test_an_only_holder_is_killed_or_frozen(
-    mode: str, scene: Scene, tmp_path: Path, memory: Path
+    mode: str, long_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     events = Interference()
-    events.when(replicated, lambda run, seen: run.harm(mode, "b"))
+    events.when(replicated(6), lambda run, seen: run.harm(mode, "b"))
     events.when(in_generation(2), lambda run, seen: None)
-    result = run_through(scene, tmp_path, memory, events)
+    result = run_chain(long_scene, tmp_path, memory, events)
     (change,) = result.summary["reconfigurations"]
     assert change["step"] >= 6
     assert result.summary["steps_lost"] <= 8
@@ -64,16 +53,16 @@ def test_an_only_holder_is_killed_or_frozen(
 
 @pytest.mark.slow
 def test_a_frozen_only_holder_is_asked_for_nothing(
-    scene: Scene, tmp_path: Path, memory: Path
+    long_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """What b keeps is not waited for once a witness has found
     the whole of b silent.
     """
 
     events = Interference()
-    events.when(replicated, lambda run, seen: run.harm("freeze", "b"))
+    events.when(replicated(6), lambda run, seen: run.harm("freeze", "b"))
     events.when(in_generation(2), lambda run, seen: None)
-    result = run_through(scene, tmp_path, memory, events)
+    result = run_chain(long_scene, tmp_path, memory, events)
     death = next(event for event in result.events if event["kind"] == "death")
     orders = next(
         event for event in result.events if event["kind"] == "plan" and event["generation"] == 2
@@ -83,7 +72,7 @@ def test_a_frozen_only_holder_is_asked_for_nothing(
 
 
 def test_a_node_with_copies_leaves_only_when_they_are_elsewhere(
-    scene: Scene, tmp_path: Path, memory: Path
+    long_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """An idle node has notice, long before its deadline: it goes once the copies are renewed on
     others. Then a holder dies.
@@ -99,17 +88,17 @@ def test_a_node_with_copies_leaves_only_when_they_are_elsewhere(
         had.append(copies_on(memory, "c"))
         run.fleet.kill_node("b")
 
-    events.when(replicated, warn)
+    events.when(replicated(6), warn)
     events.when(lambda run, seen: "e" not in seen.nodes, kill)
     events.when(lambda run, seen: run.controller.memory.generation >= 2, lambda run, seen: None)
-    result = run_through(scene, tmp_path, memory, events)
+    result = run_chain(long_scene, tmp_path, memory, events)
     assert had[0], "it held copies"
     assert "b" in had[1]
     assert result.summary["steps_lost"] <= 8
 
 
 def test_a_node_leaves_while_the_job_waits_and_hands_over(
-    scene: Scene, tmp_path: Path, memory: Path
+    long_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """b dies and too few are left; the node with b's copies has notice: its agent brings them to
     the one that stays.
@@ -133,11 +122,11 @@ def test_a_node_leaves_while_the_job_waits_and_hands_over(
         for name in ("f", "g"):
             run.fleet.add(name, node_type(1))
 
-    events.when(replicated, strike)
+    events.when(replicated(6), strike)
     events.when(waits, lambda run, seen: run.fleet.warn(keeper[0], 50.0))
     events.when(lambda run, seen: run.fleet.handing_over, lambda run, seen: None)
     events.when(handed_over, replace)
     events.when(in_generation(2), lambda run, seen: None)
-    result = run_through(scene, tmp_path, memory, events, elastic={"min_workers": 3})
+    result = run_chain(long_scene, tmp_path, memory, events, elastic={"min_workers": 3})
     assert keeper
     assert result.summary["steps_lost"] <= 8

@@ -20,7 +20,7 @@ import pytest
 from autohet.control.values.observation import Observation
 from tests.faults.conftest import Scene
 from tests.harness.chaos.places import flip_bit
-from tests.harness.exact_job import CHAIN, EVERY, STEPS, differing_shards, exact_job
+from tests.harness.exact_job import CHAIN, EVERY, LONG, STEPS, differing_shards, exact_job
 from tests.harness.fault_points import FaultPoint
 from tests.harness.host_memory import memory_directory
 from tests.harness.leaks import nothing_left
@@ -31,7 +31,7 @@ from tests.harness.s3_server import s3_server
 from tests.harness.struck_run import Result, StruckRun, losses_by_step
 
 pytestmark = pytest.mark.faults
-RARE = {"every_steps": STEPS // 2}
+RARE = {"every_steps": STEPS}
 """What these tests read from S3 is the checkpoint of a stop; others cost requests alone."""
 
 
@@ -72,10 +72,11 @@ def start_run(
     *,
     nodes: dict[str, int] | None = None,
     plan: Any = None,
+    hold: int | None = None,
     **sections: Any,
 ) -> StruckRun:
     job = exact_job(directory, scene.shared, memory, plan, **sections)
-    run = StruckRun(job, directory, nodes=nodes)
+    run = StruckRun(job, directory, nodes=nodes, hold=hold)
     run.fleet.environment.update(aws())
     return run
 
@@ -83,7 +84,7 @@ def start_run(
 def check(scene: Scene, storage: str, events: list[dict[str, Any]], result: Result) -> None:
     assert result.ok, result.reason
     assert losses_by_step(events) == list(scene.reference.losses)
-    assert differing_shards(storage, STEPS, scene.reference) == []
+    assert differing_shards(storage, scene.reference) == []
 
 
 def becomes(proxy: MisbehavingProxy, mode: str) -> Callable[[StruckRun, Observation], None]:
@@ -91,7 +92,7 @@ def becomes(proxy: MisbehavingProxy, mode: str) -> Callable[[StruckRun, Observat
 
 
 def test_storage_that_is_gone_for_a_while_and_then_misbehaves_costs_no_step(
-    proxy: MisbehavingProxy, scene: Scene, tmp_path: Path, memory: Path
+    proxy: MisbehavingProxy, long_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """Checkpoints fail, training and a recovery go on; once it answers, some requests at least, so
     are the checkpoints, and another death loses nothing, either. No byte of state is read from S3.
@@ -112,25 +113,25 @@ def test_storage_that_is_gone_for_a_while_and_then_misbehaves_costs_no_step(
     uri = storage_of(tmp_path)
     checkpoint = {"storage": uri, "every_steps": 8}
     with nothing_left(memory):
-        result = start_run(scene, tmp_path, memory, checkpoint=checkpoint).run(events)
+        result = start_run(long_scene, tmp_path, memory, checkpoint=checkpoint, training=LONG).run(
+            events
+        )
         assert result.ok, result.reason
     assert not events.events
     assert proxy.refused > 0
     assert result.summary["steps_lost"] == 0
     assert proxy.data_reads == []
     proxy.mode = "good"
-    check(scene, uri, result.events, result)
+    check(long_scene, uri, result.events, result)
 
 
 def first_life(
     scene: Scene, directory: Path, memory: Path, uri: str, stop_at: int, **given: Any
 ) -> Result:
     """A run that is stopped, with a committed checkpoint, after some steps."""
-    events = Interference()
-    events.when(trains_at(stop_at), lambda run, seen: setattr(run.fleet, "stop_reason", "the test"))
-    result = start_run(scene, directory, memory, checkpoint=RARE | {"storage": uri}, **given).run(
-        events
-    )
+    events = Interference().when(trains_at(stop_at), lambda run, seen: run.stop())
+    given["checkpoint"] = RARE | {"storage": uri}
+    result = start_run(scene, directory, memory, hold=stop_at + 1, **given).run(events)
     assert result.reason == "stopped by the test", result.reason
     return result
 
@@ -311,12 +312,13 @@ def test_a_damaged_snapshot_in_host_memory(scene: Scene, tmp_path: Path, memory:
         run.fleet.freeze_worker("b/0")
         files = sorted((memory / "run" / "b").glob("b%2F0.g1.*.snapshot"), key=modified)
         damage(files[-1:])
-        run.fleet.kill_worker("b/0")
+        run.harm("kill", "b/0")
 
     events.when(trains_at(6), strike)
     events.when(in_generation(2), lambda run, seen: None)
     with nothing_left(memory):
-        result = start_run(scene, tmp_path, memory, nodes={"b": 1, "c": 1}, plan=CHAIN).run(events)
+        run = start_run(scene, tmp_path, memory, nodes={"b": 1, "c": 1}, plan=CHAIN, hold=8)
+        result = run.run(events)
         assert result.ok, result.reason
     assert not events.events, result.reason
     check(scene, str(tmp_path / "checkpoints"), result.events, result)
@@ -324,7 +326,9 @@ def test_a_damaged_snapshot_in_host_memory(scene: Scene, tmp_path: Path, memory:
 
 
 @pytest.mark.parametrize("which", [pytest.param("the newest", marks=pytest.mark.slow), "all"])
-def test_a_damaged_copy_at_a_peer(which: str, scene: Scene, tmp_path: Path, memory: Path) -> None:
+def test_a_damaged_copy_at_a_peer(
+    which: str, long_scene: Scene, tmp_path: Path, memory: Path
+) -> None:
     """A node dies that alone held its layers; of the copies that its peers have, the newest or all
     are damaged. What is used is whole: an older round's, or the newest checkpoint's shards of that
     node.
@@ -361,17 +365,18 @@ def test_a_damaged_copy_at_a_peer(which: str, scene: Scene, tmp_path: Path, memo
     events.when(in_generation(2), lambda run, seen: None)
     with nothing_left(memory):
         run = start_run(
-            scene,
+            long_scene,
             tmp_path,
             memory,
             nodes={"b": 1, "c": 1, "e": 1},
             plan=CHAIN,
             checkpoint={"every_steps": every},
+            training=LONG,
         )
         result = run.run(events)
         assert result.ok, result.reason
     assert not events.events, result.reason
-    check(scene, str(tmp_path / "checkpoints"), result.events, result)
+    check(long_scene, str(tmp_path / "checkpoints"), result.events, result)
     changes = result.summary["reconfigurations"]
     assert changes[0]["step"] >= every, "not further back than to the newest checkpoint"
     if which == "all":
@@ -423,7 +428,8 @@ def test_a_full_disk_or_memory_of_a_node_stops_nothing(
     events = Interference()
     events.when(trains_at(6), lambda run, seen: run.harm("kill", "a"))
     events.when(in_generation(2), lambda run, seen: None)
-    result = start_run(scene, tmp_path, memory, checkpoint={which: str(small_disk)}).run(events)
+    checkpoint = {which: str(small_disk)}
+    result = start_run(scene, tmp_path, memory, hold=8, checkpoint=checkpoint).run(events)
     assert not events.events, result.reason
     assert result.summary["steps_lost"] == 0
     check(scene, str(tmp_path / "checkpoints"), result.events, result)
@@ -448,7 +454,7 @@ def test_full_durable_storage_is_said_at_the_end(
 
 
 def test_an_absence_of_the_storage_refuses_no_later_checkpoint(
-    scene: Scene, tmp_path: Path, memory: Path
+    long_scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
     """An empty directory lies at the storage's place while a generation begins; then it is back."""
     uri = tmp_path / "checkpoints"
@@ -470,11 +476,15 @@ def test_an_absence_of_the_storage_refuses_no_later_checkpoint(
     )
     with nothing_left(memory):
         result = start_run(
-            scene, tmp_path, memory, checkpoint={"storage": str(uri), "every_steps": 5}
+            long_scene,
+            tmp_path,
+            memory,
+            checkpoint={"storage": str(uri), "every_steps": 5},
+            training=LONG,
         ).run(events)
         assert result.ok, result.reason
     assert not events.events, result.reason
     assert result.summary["steps_lost"] == 0
     committed = [e for e in result.events if e["kind"] == "checkpoint" and e["generation"] > 1]
     assert committed, "checkpoints of the generation that began meanwhile count"
-    check(scene, str(uri), result.events, result)
+    check(long_scene, str(uri), result.events, result)

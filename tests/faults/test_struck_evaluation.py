@@ -1,5 +1,5 @@
-"""A death in the middle of an evaluation: the next generation evaluates that step again, training
-loses nothing.
+"""A death in the middle of an evaluation, on nodes whose clocks disagree: the next generation
+evaluates that step again, training loses nothing, and no figure is a difference of two clocks.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import Scene
-from tests.harness.exact_job import EVERY, STEPS, TEXT, exact_job
+from tests.faults.conftest import Scene, run_through
+from tests.harness.exact_job import EVERY, STEPS, TEXT
 from tests.harness.fault_points import FaultPoint
-from tests.harness.leaks import nothing_left
-from tests.harness.local_fleet import Interference
-from tests.harness.struck_run import StruckRun, losses_by_step
+from tests.harness.struck_run import StruckRun
 
 STRUCK = 2 * EVERY
 
@@ -24,19 +22,14 @@ def test_a_death_in_an_evaluation_costs_no_step_and_no_evaluation(
 ) -> None:
     held_out = tmp_path / "held_out.txt"
     held_out.write_text(TEXT[::-1])
-    job = exact_job(
-        tmp_path,
-        scene.shared,
-        memory,
-        evaluation={"source": str(held_out), "every_steps": EVERY, "max_sequences": 20},
-    )
-    with nothing_left(memory):
-        run = StruckRun(job, tmp_path)
+
+    def strike(run: StruckRun) -> None:
+        run.fleet.clock_offsets.update({"b": 3600.0, "c": 3600.0, "d": -86400.0})
         run.fleet.points = (FaultPoint("evaluate", "b/0", STRUCK),)
         run.fleet.act = lambda point: run.harm("kill", "b/0")
-        result = run.run(Interference())
-        assert result.ok, result.reason
-    assert losses_by_step(result.events) == list(scene.reference.losses)
+
+    evaluation = {"source": str(held_out), "every_steps": EVERY, "max_sequences": 20}
+    result = run_through(scene, tmp_path, memory, prepare=strike, evaluation=evaluation)
     assert result.summary["steps_lost"] == 0
     evaluations = [event for event in result.events if event["kind"] == "evaluation"]
     due = [*range(EVERY, STEPS, EVERY), STEPS]
@@ -44,3 +37,7 @@ def test_a_death_in_an_evaluation_costs_no_step_and_no_evaluation(
     generations = {event["step"]: event["generation"] for event in evaluations}
     assert (generations[EVERY], generations[STRUCK]) == (1, 2)
     assert [each["step"] for each in result.summary["evaluations"]] == due
+    assert result.summary["reconfigurations"]
+    for change in result.summary["reconfigurations"]:
+        assert 0 <= change["seconds"]["first_step"] < 3000
+        assert 0 <= change["seconds"]["total"] < 3000

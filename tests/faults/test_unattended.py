@@ -11,7 +11,7 @@ from recovery.checkpoint.commit import list_checkpoints
 from recovery.checkpoint.unattended import read_held
 from recovery.storage.open import open_storage
 from tests.faults.conftest import Scene
-from tests.harness.exact_job import STEPS, differing_shards, exact_job
+from tests.harness.exact_job import differing_shards, exact_job
 from tests.harness.fault_points import FaultPoint
 from tests.harness.leaks import nothing_left
 from tests.harness.remote_process import await_answers
@@ -19,15 +19,15 @@ from tests.harness.struck_run import Strike, StruckRun, losses_by_step, read_eve
 from tests.harness.waits import HANG_S
 
 pytestmark = pytest.mark.faults
+DURABLE = 11
 
 
-@pytest.mark.parametrize(("point", "durable"), [("forward", 10), ("unseen_vote", 11)])
 def test_survivors_store_the_newest_step_that_they_hold_together(
-    scene: Scene, tmp_path: Path, memory: Path, point: str, durable: int
+    scene: Scene, tmp_path: Path, memory: Path
 ) -> None:
-    """b/0 dies in step 10; where c/0 has not seen its vote, c/0 is one step behind the others."""
+    """b/0 dies in step 10, whose vote c/0 has not seen: c/0 is one step behind the others."""
     job = exact_job(tmp_path, scene.shared, memory)
-    run = StruckRun(job, tmp_path, Strike(point, "worker", "kill", step=10))
+    run = StruckRun(job, tmp_path, Strike("unseen_vote", "worker", "kill", step=10))
     struck: list[FaultPoint] = []
 
     def strike(at: FaultPoint) -> None:
@@ -49,17 +49,16 @@ def test_survivors_store_the_newest_step_that_they_hold_together(
         finally:
             run.close(forget=True)
         storage = open_storage(job.checkpoint_storage)
-        assert list_checkpoints(storage)[-1].step == durable
+        assert list_checkpoints(storage)[-1].step == DURABLE
         assert read_held(storage, 1) == {}
         run.forget()
         result = StruckRun(job, tmp_path).run()
     assert result.ok, result.reason
     (restored, *_) = [event for event in result.events if event["kind"] == "restore"]
-    assert restored["step"] == durable
+    assert restored["step"] == DURABLE
     assert run.events.path is not None
     before = [event for event in read_events(run.events.path) if event["kind"] == "step"]
     losses = losses_by_step([*before, *result.events])
-    assert losses[-len(scene.reference.losses[durable:]) :] == list(
-        scene.reference.losses[durable:]
-    )
-    assert differing_shards(str(tmp_path / "checkpoints"), STEPS, scene.reference) == []
+    expected = list(scene.reference.losses[DURABLE:])
+    assert losses[-len(expected) :] == expected
+    assert differing_shards(str(tmp_path / "checkpoints"), scene.reference) == []

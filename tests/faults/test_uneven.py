@@ -9,19 +9,15 @@ from typing import Any
 
 import pytest
 
-from autohet.control.values.observation import Observation
 from planner.plans.plan import Plan
-from tests.faults.conftest import Scene
-from tests.harness.exact_job import CHAIN, STEPS, differing_shards, exact_job
-from tests.harness.history import history_of
-from tests.harness.leaks import nothing_left
+from tests.faults.conftest import Scene, replicated, run_through
+from tests.harness.exact_job import CHAIN, LAYERS, LONG
 from tests.harness.local_fleet import Interference, in_generation
-from tests.harness.struck_run import StruckRun, losses_by_step
 
 pytestmark = pytest.mark.faults
 STAGE = {
     "first_layer": 0,
-    "num_layers": 4,
+    "num_layers": LAYERS,
     "workers": ["a/0", "a/1", "d/0"],
     "tp_shares": [2, 1, 1],
 }
@@ -29,30 +25,14 @@ ALONE: dict[str, Any] = {**CHAIN, "pipelines": [{"num_microbatches": 8, "stages"
 """What each of its workers holds of heads and vocabulary, no other has."""
 
 
-def replicated(run: StruckRun, seen: Observation, step: int = 4) -> bool:
-    reports = [seen.reports.get(worker) for worker in run.controller.memory.members]
-    return bool(reports) and all(
-        report is not None and (report.replicated_step or -1) >= step for report in reports
-    )
-
-
-def test_a_death_where_shares_are_uneven(scene: Scene, tmp_path: Path, memory: Path) -> None:
+def test_a_death_where_shares_are_uneven(long_scene: Scene, tmp_path: Path, memory: Path) -> None:
     """Copies of the dead node's snapshots serve, at the newest step of a complete round."""
     events = Interference()
-    events.when(replicated, lambda run, seen: run.harm("kill", "d"))
+    events.when(replicated(4), lambda run, seen: run.harm("kill", "d"))
     events.when(in_generation(2), lambda run, seen: None)
-    job = exact_job(tmp_path, scene.shared, memory, ALONE, checkpoint={"every_steps": 1000})
-    with nothing_left(memory):
-        result = StruckRun(job, tmp_path, nodes={"a": 2, "d": 1}).run(events)
-        assert result.ok, result.reason
-    assert not events.events, result.reason
-    assert losses_by_step(result.events) == list(scene.reference.losses)
-    assert (
-        differing_shards(
-            str(tmp_path / "checkpoints"), STEPS, scene.reference, history_of(result.events)
-        )
-        == []
-    )
+    given = {"plan": ALONE, "checkpoint": {"every_steps": 1000}, "training": LONG}
+    how = {"nodes": {"a": 2, "d": 1}}
+    result = run_through(long_scene, tmp_path, memory, events, how=how, **given)
     plans = [Plan.from_document(entry["plan"]) for entry in result.summary["plans"]]
     uneven = [
         [stage.tp_shares for p in each.pipelines for stage in p.stages if stage.tp_shares]

@@ -32,7 +32,13 @@ from tests.harness.waits import HANG_S, PATIENT_ELASTIC
 
 BATCH = 8
 LENGTH = 8
-STEPS = 32
+STEPS = 16
+"""A strike at step 6 or 8, a change, and two checkpoints after it."""
+
+LONG: Mapping[str, Any] = {"steps": 32, "decay_steps": 32}
+"""Training of runs in which something has to happen by itself before the end."""
+
+LAYERS = 2
 EVERY = 4
 TEXT = "".join(f"line {i}: {i * i % 97} foxes, {i * 7919 % 1009} dogs\n" for i in range(400))
 
@@ -68,22 +74,24 @@ PLAN: dict[str, Any] = {
             "num_microbatches": 2,
             "microbatch_sequences": 2,
             "last_microbatch_sequences": 1,
-            "stages": [{"first_layer": 0, "num_layers": 4, "workers": ["a/0", "a/1"]}],
+            "stages": [{"first_layer": 0, "num_layers": LAYERS, "workers": ["a/0", "a/1"]}],
         },
         {
             "num_microbatches": 3,
             "stages": [
-                {"first_layer": 0, "num_layers": 2, "workers": ["b/0"]},
-                {"first_layer": 2, "num_layers": 2, "workers": ["c/0"]},
+                {"first_layer": 0, "num_layers": 1, "workers": ["b/0"]},
+                {"first_layer": 1, "num_layers": 1, "workers": ["c/0"]},
             ],
         },
         {
             "num_microbatches": 2,
-            "stages": [{"first_layer": 0, "num_layers": 4, "workers": ["d/0"]}],
+            "stages": [{"first_layer": 0, "num_layers": LAYERS, "workers": ["d/0"]}],
         },
     ],
 }
 
+
+MODEL = {**toy_model.TOY_CONFIG, "vocab_size": 256, "num_hidden_layers": LAYERS}
 
 CHAIN: dict[str, Any] = {
     "version": 1,
@@ -95,8 +103,8 @@ CHAIN: dict[str, Any] = {
         {
             "num_microbatches": 8,
             "stages": [
-                {"first_layer": 0, "num_layers": 2, "workers": ["b/0"]},
-                {"first_layer": 2, "num_layers": 2, "workers": ["c/0"]},
+                {"first_layer": 0, "num_layers": 1, "workers": ["b/0"]},
+                {"first_layer": 1, "num_layers": 1, "workers": ["c/0"]},
             ],
         }
     ],
@@ -120,7 +128,7 @@ def exact_job(
         text.write_text(TEXT)
     document: dict[str, Any] = {
         "name": "exact",
-        "model": {"config": {**toy_model.TOY_CONFIG, "vocab_size": 256}},
+        "model": {"config": dict(MODEL)},
         "training": {
             "global_batch_sequences": BATCH,
             "sequence_length": LENGTH,
@@ -182,7 +190,7 @@ def train_alone(directory: Path, shared: Path, **sections: Mapping[str, Any]) ->
     steps = job.training.steps
     assert steps is not None
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    plan = Plan("exact", BATCH, 1, LENGTH, (Pipeline((Stage(0, 4, ("one/0",)),), BATCH, 1),))
+    plan = Plan("exact", BATCH, 1, LENGTH, (Pipeline((Stage(0, LAYERS, ("one/0",)),), BATCH, 1),))
     layout = layout_of_plan(plan, load_config(job.model))
     worker = Worker(
         WorkerPlace("one/0", "one", "CPU", str(directory / "memory"), str(directory / "ssd")), job
@@ -219,14 +227,14 @@ def train_alone(directory: Path, shared: Path, **sections: Mapping[str, Any]) ->
 
 
 def differing_shards(
-    storage_uri: str, step: int, reference: Reference, history: int | None = None
+    storage_uri: str, reference: Reference, history: int | None = None
 ) -> list[str]:
-    """Shards of the committed checkpoint of `step` whose bits are not the reference's (parameters
+    """Shards of the last step's committed checkpoint whose bits are not the reference's (parameters
     and both moments), and layers whose history is not `history` (None: not that of all others).
     """
     storage = open_storage(storage_uri)
     try:
-        manifest = open_checkpoint(storage, step)
+        manifest = open_checkpoint(storage, len(reference.losses))
         assert frozenset(manifest.shards) == reference.layout.shards
         differing = []
         histories = {}

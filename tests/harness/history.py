@@ -54,13 +54,15 @@ def keep_history() -> None:
 
 def history_of(steps: Iterable[Mapping[str, Any]]) -> int:
     """What every layer has to hold after the steps that these events tell of; a step that was run
-    again counts as it was run last.
+    again counts as it was run last, and a skipped one updates nothing.
     """
+    steps = list(steps)
+    skipped = {event["step"] for event in steps if event["kind"] == "skipped"}
     generation_by_step = {
         event["step"]: event["generation"] for event in steps if event["kind"] == "step"
     }
     history = 0
-    for step in sorted(generation_by_step):
+    for step in sorted(generation_by_step.keys() - skipped):
         history = next_history(history, generation_by_step[step])
     return history
 

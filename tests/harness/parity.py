@@ -35,7 +35,8 @@ With a small epsilon the last bit of a gradient near zero, which processors roun
 whole step.
 """
 
-LAYERS = 8
+LAYERS = 4
+"""As many as the deepest pipeline has stages."""
 BATCH = 8
 LENGTH = 6
 STEPS = 2
@@ -222,57 +223,57 @@ def grid(dp: int, pp: int, tp: int) -> dict[str, Any]:
 
 GRIDS = [
     (dp, pp, tp)
-    for dp, pp, tp in itertools.product(range(1, 9), range(1, 9), (1, 2, 4, 8))
+    for dp, pp, tp in itertools.product(range(1, 9), range(1, LAYERS + 1), (1, 2, 4, 8))
     if dp * pp * tp <= 8
 ]
 
 ASYMMETRIC = {
-    "unequal depth": (pipeline((8, 1), microbatches=3), pipeline((4, 1), (4, 1), microbatches=5)),
+    "unequal depth": (pipeline((4, 1), microbatches=3), pipeline((2, 1), (2, 1), microbatches=5)),
     "one stage beside three": (
-        pipeline((8, 1), microbatches=2),
-        pipeline((2, 1), (3, 1), (3, 1), microbatches=6),
+        pipeline((4, 1), microbatches=2),
+        pipeline((1, 1), (1, 1), (2, 1), microbatches=6),
     ),
     "unequal layers": (
-        pipeline((1, 1), (7, 1), microbatches=4),
-        pipeline((6, 1), (2, 1), microbatches=4),
+        pipeline((1, 1), (3, 1), microbatches=4),
+        pipeline((3, 1), (1, 1), microbatches=4),
     ),
     "unequal microbatch size": (
-        pipeline((8, 1), microbatches=2, size=2),
-        pipeline((3, 1), (5, 1), microbatches=4),
+        pipeline((4, 1), microbatches=2, size=2),
+        pipeline((1, 1), (3, 1), microbatches=4),
     ),
     "more stages than microbatches": (
-        pipeline(*((2, 1),) * 4, microbatches=2),
-        pipeline((8, 1), microbatches=6),
+        pipeline(*((1, 1),) * 4, microbatches=2),
+        pipeline((4, 1), microbatches=6),
     ),
-    "TP 2 then 1": (pipeline((4, 2), (4, 1), microbatches=4, size=2),),
-    "TP 1 then 2": (pipeline((3, 1), (5, 2), microbatches=8),),
-    "TP 2, 1, 4": (pipeline((3, 2), (2, 1), (3, 4), microbatches=8),),
-    "TP 4 then 2": (pipeline((4, 4), (4, 2), microbatches=4, size=2),),
-    "TP 2 beside TP 1": (pipeline((8, 2), microbatches=5), pipeline((8, 1), microbatches=3)),
-    "TP 4 beside TP 2": (pipeline((8, 4), microbatches=4), pipeline((8, 2), microbatches=4)),
+    "TP 2 then 1": (pipeline((2, 2), (2, 1), microbatches=4, size=2),),
+    "TP 1 then 2": (pipeline((1, 1), (3, 2), microbatches=8),),
+    "TP 2, 1, 4": (pipeline((1, 2), (1, 1), (2, 4), microbatches=8),),
+    "TP 4 then 2": (pipeline((2, 4), (2, 2), microbatches=4, size=2),),
+    "TP 2 beside TP 1": (pipeline((4, 2), microbatches=5), pipeline((4, 1), microbatches=3)),
+    "TP 4 beside TP 2": (pipeline((4, 4), microbatches=4), pipeline((4, 2), microbatches=4)),
     "TP and cuts across": (
-        pipeline((5, 2), (3, 1), microbatches=3),
-        pipeline((2, 1), (6, 2), microbatches=3, size=2, last=1),
+        pipeline((3, 2), (1, 1), microbatches=3),
+        pipeline((1, 1), (3, 2), microbatches=3, size=2, last=1),
     ),
     "three pipelines": (
-        pipeline((8, 1), microbatches=1),
-        pipeline((3, 1), (5, 2), microbatches=3),
-        pipeline((2, 1), (2, 1), (4, 2), microbatches=2, size=2),
+        pipeline((4, 1), microbatches=1),
+        pipeline((1, 1), (3, 2), microbatches=3),
+        pipeline((1, 1), (1, 1), (2, 2), microbatches=2, size=2),
     ),
 }
 
 ACROSS_NODES = {
-    "TP 2, 2": (pipeline((4, 2), (4, 2), microbatches=4, size=2, nodes="ab"),),
-    "TP 1, 2": (pipeline((3, 1), (5, 2), microbatches=3, size=3, last=2, nodes="ab"),),
-    "TP 4, 2": (pipeline((4, 4), (4, 2), microbatches=4, size=2, nodes="ab"),),
-    "TP 2, 4": (pipeline((5, 2), (3, 4), microbatches=8, nodes="ab"),),
-    "TP 2, 1, 2": (pipeline((3, 2), (2, 1), (3, 2), microbatches=4, size=2, nodes="aba"),),
+    "TP 2, 2": (pipeline((2, 2), (2, 2), microbatches=4, size=2, nodes="ab"),),
+    "TP 1, 2": (pipeline((1, 1), (3, 2), microbatches=3, size=3, last=2, nodes="ab"),),
+    "TP 4, 2": (pipeline((2, 4), (2, 2), microbatches=4, size=2, nodes="ab"),),
+    "TP 2, 4": (pipeline((3, 2), (1, 4), microbatches=8, nodes="ab"),),
+    "TP 2, 1, 2": (pipeline((1, 2), (1, 1), (2, 2), microbatches=4, size=2, nodes="aba"),),
     "TP 2, 2, 4, one boundary on a node": (
-        pipeline((3, 2), (2, 2), (3, 4), microbatches=8, nodes="aab"),
+        pipeline((1, 2), (1, 2), (2, 4), microbatches=8, nodes="aab"),
     ),
     "TP 1, 2 beside TP 2, 1": (
-        pipeline((5, 1), (3, 2), microbatches=3, nodes="ab"),
-        pipeline((2, 2), (6, 1), microbatches=5, nodes="ba"),
+        pipeline((3, 1), (1, 2), microbatches=3, nodes="ab"),
+        pipeline((1, 2), (3, 1), microbatches=5, nodes="ba"),
     ),
 }
 

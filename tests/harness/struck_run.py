@@ -126,7 +126,11 @@ class StruckRun:
         fleet: Callable[..., ProcessFleet] = ProcessFleet,
         *,
         records: bool = False,
+        hold: int | None = None,
     ) -> None:
+        """hold: step at which `HELD` waits until the test harms or stops the run, which a driver
+        that a busy machine delays would do after the last step.
+        """
         config = load_config(job.model)
         self.job = job
         self.strike = strike
@@ -136,7 +140,9 @@ class StruckRun:
             Retention(job.checkpoint.num_kept),
             lease_s=LEASE_S,
         )
-        points = () if strike is None else (strike.fault_point, strike.hold)
+        held = None if hold is None else FaultPoint("forward", HELD, hold)
+        self.hold = held if strike is None else strike.hold
+        points = (self.hold, None if strike is None else strike.fault_point)
         self.fleet = fleet(
             job,
             "run",
@@ -162,6 +168,7 @@ class StruckRun:
         self.struck_at_step: int | None = None
         self._before_done = strike is None or strike.before is None
         self._held = False
+        self._is_interfered_with = False
         self._sent_at: float | None = None
         self._claimed_step: float = math.inf
         self._wrap_driver()
@@ -209,7 +216,7 @@ class StruckRun:
 
     def at_point(self, point: FaultPoint) -> None:
         """A worker stands at the fault point: strike once, then let it go on if it still can."""
-        if self.strike is not None and point == self.strike.hold:
+        if point == self.hold:
             self._held = True
             return
         if (
@@ -243,6 +250,7 @@ class StruckRun:
         """Let `mode` happen to a node, or to a worker (named node/gpu); a notice is always a
         node's.
         """
+        self._is_interfered_with = True
         fleet = self.fleet
         node = victim.split("/")[0]
         if mode == "notice":
@@ -251,6 +259,11 @@ class StruckRun:
             {"kill": fleet.kill_worker, "freeze": fleet.freeze_worker}[mode](victim)
         else:
             {"kill": fleet.kill_node, "freeze": fleet.freeze_node}[mode](victim)
+
+    def stop(self) -> None:
+        """Ask for a stop with a committed checkpoint, as a signal does."""
+        self._is_interfered_with = True
+        self.fleet.stop_reason = "the test"
 
     # running
     # ------------------------------------------------------------------------------
@@ -276,11 +289,10 @@ class StruckRun:
     def tick(self) -> Observation:
         seen = self.controller.tick()
         training = isinstance(self.controller.state, Training)
-        if self._held and self._has_answered():
-            assert self.strike is not None
-            assert self.strike.hold is not None
+        if self._held and self._may_go_on():
+            assert self.hold is not None
             self._held = False
-            self.fleet.open_gate(self.strike.hold)
+            self.fleet.open_gate(self.hold)
         if self.controller.memory.ledger.committed_steps > self._claimed_step + 1:
             self.strike_now()
         if (
@@ -297,8 +309,12 @@ class StruckRun:
             self.fleet.warn(victim, float(left_s[0]) if left_s else None)
         return seen
 
-    def _has_answered(self) -> bool:
-        """The notice is answered: the workers stop, or have the orders of a cut-over."""
+    def _may_go_on(self) -> bool:
+        """The test has interfered, or its strike's notice is answered: the workers stop, or have
+        the orders of a cut-over.
+        """
+        if self.strike is None:
+            return self._is_interfered_with
         state = self.controller.state
         if not isinstance(state, Training) or self.controller.memory.generation > 1:
             return True

@@ -1,7 +1,7 @@
 """Adapters on any plan, also with a worker's death in the middle, equal peft with
 torch.optim.AdamW in one process.
 
-Losses and adapters of 8 steps, 4 on one plan, in fp32, within 2e-5 (relative; of the largest
+Losses and adapters of 6 steps, 3 on one plan, in fp32, within 2e-5 (relative; of the largest
 weight of the tensor). Frozen weights keep their bits over all fleets.
 """
 
@@ -56,7 +56,7 @@ SAVED_TIED = AdapterSection(
 ENDS = AdapterSection(rank=4, alpha=16.0, targets=("v_proj", "embed_tokens", "lm_head"))
 FOUR_BITS = replace(ENDS, targets=("v_proj", "down_proj", "embed_tokens", "lm_head"), base="nf4")
 UNEVEN = plan_document(
-    pipeline((3, (2, 1, 1)), (5, 1), microbatches=5), pipeline((8, 2), microbatches=3)
+    pipeline((1, (2, 1, 1)), (3, 1), microbatches=5), pipeline((4, 2), microbatches=3)
 )
 CASES = {
     "TP and cuts across": (QWEN3, ALL, plan_document(*ASYMMETRIC["TP and cuts across"])),
@@ -93,7 +93,8 @@ WIDE = {**LLAMA, "hidden_size": 192, "intermediate_size": 1024}
 FLEETS = (plan_document(*ASYMMETRIC["TP and cuts across"]), grid(1, 3, 2), grid(2, 1, 1))
 """What eight processes begin with, six survivors of a death go on with, and two of them."""
 SECOND_FLEET_STEPS = 2
-ON_ONE_PLAN_STEPS = 4
+ON_ONE_PLAN_STEPS = 3
+"""The first moves the half of an adapter that begins at zero, the second the other half."""
 GENERATIONS = itertools.count(1000)
 
 
@@ -148,7 +149,7 @@ def test_adapters_on_any_plan_equal_peft(pool: Any, name: str) -> None:
         pytest.param(QWEN3, ALL, STEPS, id="maps"),
         pytest.param(QWEN3, ALL, 100, id="maps for long", marks=pytest.mark.slow),
         pytest.param(LLAMA, SAVED, STEPS, id="saved ends"),
-        pytest.param(WIDE, FOUR_BITS, 10, id="updates of the ends, a base in four bits"),
+        pytest.param(WIDE, FOUR_BITS, STEPS, id="updates of the ends, a base in four bits"),
     ],
 )
 def test_adapters_that_lose_a_worker_equal_peft_and_frozen_bits_stay(

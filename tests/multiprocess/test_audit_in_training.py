@@ -22,9 +22,9 @@ from tests.multiprocess.test_formats_parity import in_formats
 pytestmark = pytest.mark.multiprocess
 GENERATIONS = itertools.count(3000)
 THREE_HOLDERS = plan_document(
-    pipeline((8, 1), microbatches=3),
-    pipeline((8, 1), microbatches=2),
-    pipeline((3, 1), (5, 1), microbatches=3),
+    pipeline((4, 1), microbatches=3),
+    pipeline((4, 1), microbatches=2),
+    pipeline((1, 1), (3, 1), microbatches=3),
 )
 A, B, FIRST, SECOND = (f"w/{index}" for index in range(4))
 CASE = Case(LLAMA, THREE_HOLDERS, {**TRAINING, "audit_every": 1, "replica_check_steps": 100}, 4)
@@ -161,7 +161,7 @@ OTHERS = {
     ),
     "TP, cuts and dropout": Case(
         {**LLAMA, "attention_dropout": 0.2},
-        plan_document(pipeline((4, 2), (4, 1), microbatches=4), pipeline((8, 2), microbatches=4)),
+        plan_document(pipeline((2, 2), (2, 1), microbatches=4), pipeline((4, 2), microbatches=4)),
         TRAINING,
         3,
     ),

@@ -1,7 +1,7 @@
 """Adapters on three-turn chats with tools under real chat templates, on any plan, a worker's death
 in the middle, equal TRL's SFTTrainer with peft on the same rows.
 
-Losses and adapters of 8 steps, fp32, within 2e-5 (relative; of the largest weight of the tensor).
+Losses and adapters of 6 steps, fp32, within 2e-5 (relative; of the largest weight of the tensor).
 """
 
 from __future__ import annotations

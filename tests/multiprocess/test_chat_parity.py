@@ -1,6 +1,6 @@
 """Chat data on any plan, a worker's death in the middle, equals TRL's SFTTrainer on the same rows.
 
-Losses and weights of 8 steps, fp32, within 2e-5 (relative; of the largest weight of the tensor).
+Losses and weights of 6 steps, fp32, within 2e-5 (relative; of the largest weight of the tensor).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tests.harness.worker_pool import PoolProcess, TaskFailed, WorkerPool
 from tests.runtime.data.test_chat import conversations, write_chat
 
 pytestmark = pytest.mark.multiprocess
-STEPS = 8
-DEATH = 4
+STEPS = 6
+DEATH = 2
 LENGTH = 127
 MODEL = {**LLAMA, "vocab_size": 400}
 TRAINING = {
@@ -54,7 +54,6 @@ TRAINING = {
 }
 GRIDS = [
     (8, 1, 1),
-    (1, 8, 1),
     (1, 1, 8),
     (2, 2, 2),
     (2, 4, 1),

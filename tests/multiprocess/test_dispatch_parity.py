@@ -76,7 +76,7 @@ def sending(document: dict[str, Any]) -> dict[str, Any]:
 
 
 PLAN = plan_document(
-    pipeline((4, (2, 1, 1)), (4, 2), microbatches=5), pipeline((8, 2), microbatches=3)
+    pipeline((2, (2, 1, 1)), (2, 2), microbatches=5), pipeline((4, 2), microbatches=3)
 )
 """Uneven shares, two ranks in sequence parts, two that are not."""
 

@@ -32,18 +32,18 @@ pytestmark = pytest.mark.multiprocess
 EXPERT_PLANS = {
     "DP 2, PP 2, TP 2": grid(2, 2, 2),
     "TP 8": grid(1, 1, 8),
-    "PP 8": grid(1, 8, 1),
+    "PP 4": grid(1, 4, 1),
     "TP 4 beside TP 2": plan_document(*ASYMMETRIC["TP 4 beside TP 2"]),
     "TP and cuts across": plan_document(*ASYMMETRIC["TP and cuts across"]),
     "three pipelines": plan_document(*ASYMMETRIC["three pipelines"]),
     "uneven beside TP 1, 2": plan_document(
-        pipeline((8, (3, 1)), microbatches=5),
-        pipeline((3, 1), (5, 2), microbatches=3),
+        pipeline((4, (3, 1)), microbatches=5),
+        pipeline((1, 1), (3, 2), microbatches=3),
     ),
     "all-to-all beside a sum": with_all_to_all(
         plan_document(
-            pipeline((4, (2, 1, 1)), (4, 2), microbatches=5),
-            pipeline((8, 2), microbatches=3),
+            pipeline((2, (2, 1, 1)), (2, 2), microbatches=5),
+            pipeline((4, 2), microbatches=3),
         )
     ),
 }
@@ -66,7 +66,7 @@ DEEPSEEK_PLANS = {
             ("DP 2, PP 2, TP 2", "qwen3_moe", "deferred"),
             ("TP 8", "qwen3_moe", "gloo"),
             ("TP 8", "mixtral", "gloo"),
-            ("PP 8", "mixtral", "gloo"),
+            ("PP 4", "mixtral", "gloo"),
             ("TP 4 beside TP 2", "mixtral", "gloo"),
             ("TP and cuts across", "qwen3_moe", "gloo"),
             ("three pipelines", "qwen3_moe", "gloo"),
@@ -145,7 +145,7 @@ def counts_of_last_step() -> dict[str, np.ndarray]:
             ("all-to-all beside a sum", "gloo"),
             ("all-to-all, sequence parallel", "gloo"),
             ("sharded", "gloo"),
-            ("PP 8", "gloo"),
+            ("PP 4", "gloo"),
             ("DP 8", "gloo"),
         ],
         {

@@ -37,9 +37,9 @@ SHARDED_IN_CI = {
 }
 
 CUT_ALIKE = {
-    "data parallel": tuple(pipeline((8, 1), microbatches=count) for count in (2, 5, 1)),
-    "two stages": tuple(pipeline((3, 1), (5, 1), microbatches=count) for count in (3, 5)),
-    "tensor parallel": tuple(pipeline((3, 2), (5, 1), microbatches=count) for count in (3, 5)),
+    "data parallel": tuple(pipeline((4, 1), microbatches=count) for count in (2, 5, 1)),
+    "two stages": tuple(pipeline((1, 1), (3, 1), microbatches=count) for count in (3, 5)),
+    "tensor parallel": tuple(pipeline((1, 2), (3, 1), microbatches=count) for count in (3, 5)),
 }
 
 

@@ -1,7 +1,7 @@
 """Direct preference optimization on any plan, a worker's death in the middle, equals TRL's
 DPOTrainer with peft's adapters on the same rows.
 
-Losses and adapters of 8 steps, fp32, within 2e-5 (relative; of the largest weight of the tensor).
+Losses and adapters of 6 steps, fp32, within 2e-5 (relative; of the largest weight of the tensor).
 """
 
 from __future__ import annotations
@@ -131,6 +131,6 @@ def test_preferences_on_any_plan_equal_trl(pool: Any, case: Case, trl: TrlRun, n
     losses += [loss for loss, _ in results]
     np.testing.assert_allclose(losses, trl.losses, rtol=TOLERANCE)
     assert losses[0] == pytest.approx(np.log(2.0)), "adapters begin as their reference"
-    assert min(losses) < 0.65, "the pairs are learnt"
+    assert min(losses) < 0.68, "the pairs are learnt"
     check_weights(after, Plan.from_document(after.plan), final, trl.weights)
     assert max(norm for _, norm in results) > SETTINGS["clip_norm"], "clipping is not active"

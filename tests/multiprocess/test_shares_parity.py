@@ -33,10 +33,10 @@ pytestmark = pytest.mark.multiprocess
 FEW_KV_HEADS = {
     "TP 4 beside TP 2": ASYMMETRIC["TP 4 beside TP 2"],
     "TP 2, 1, 4": ASYMMETRIC["TP 2, 1, 4"],
-    "TP 8": (pipeline((8, 8), microbatches=8),),
+    "TP 8": (pipeline((4, 8), microbatches=8),),
     "TP 4 beside TP 1": (
-        pipeline((8, 4), microbatches=5),
-        pipeline((3, 1), (5, 2), microbatches=3),
+        pipeline((4, 4), microbatches=5),
+        pipeline((1, 1), (3, 2), microbatches=3),
     ),
 }
 
@@ -64,21 +64,21 @@ def test_more_ranks_than_key_value_heads(
 
 
 UNEVEN = {
-    "2+1+1 alone": (pipeline((8, (2, 1, 1)), microbatches=4, size=2),),
+    "2+1+1 alone": (pipeline((4, (2, 1, 1)), microbatches=4, size=2),),
     "3+1 beside TP 1, 2": (
-        pipeline((8, (3, 1)), microbatches=5),
-        pipeline((3, 1), (5, 2), microbatches=3),
+        pipeline((4, (3, 1)), microbatches=5),
+        pipeline((1, 1), (3, 2), microbatches=3),
     ),
     "3+3+2 beside TP 4": (
-        pipeline((8, (3, 3, 2)), microbatches=5),
-        pipeline((8, 4), microbatches=3),
+        pipeline((4, (3, 3, 2)), microbatches=5),
+        pipeline((4, 4), microbatches=3),
     ),
-    "2+1+1, then TP 2": (pipeline((5, (2, 1, 1)), (3, 2), microbatches=4, size=2),),
+    "2+1+1, then TP 2": (pipeline((3, (2, 1, 1)), (1, 2), microbatches=4, size=2),),
     "TP 2 to 3+2+1+1+1 on another node": (
-        pipeline((3, 2), (5, (3, 2, 1, 1, 1)), microbatches=4, size=2, nodes="ab"),
+        pipeline((1, 2), (3, (3, 2, 1, 1, 1)), microbatches=4, size=2, nodes="ab"),
     ),
     "5+2+1 to 1+3 and back": (
-        pipeline((3, (5, 2, 1)), (2, (1, 3)), (3, 2), microbatches=8, nodes="aba"),
+        pipeline((1, (5, 2, 1)), (1, (1, 3)), (2, 2), microbatches=8, nodes="aba"),
     ),
 }
 """Shares of a stage's ranks.
@@ -127,7 +127,7 @@ def test_an_uneven_stage_that_is_found_equals_plain_transformers(pool: Any, back
     check(
         pool,
         Case(
-            LLAMA,
+            {**LLAMA, "num_hidden_layers": 8},
             {**plan.to_document(), "sequence_length": LENGTH},
             TRAINING,
             STEPS,
@@ -151,9 +151,9 @@ def test_a_padded_vocabulary_changes_nothing(pool: Any, name: str, back_end: str
 
 
 SEQUENCE_CUT = {
-    "TP 2": (pipeline((8, 2), microbatches=8),),
-    "TP 2, then 2": (pipeline((3, 2), (5, 2), microbatches=4, size=2),),
-    "TP 2 beside 1": (pipeline((8, 2), microbatches=5), pipeline((8, 1), microbatches=3)),
+    "TP 2": (pipeline((4, 2), microbatches=8),),
+    "TP 2, then 2": (pipeline((1, 2), (3, 2), microbatches=4, size=2),),
+    "TP 2 beside 1": (pipeline((4, 2), microbatches=5), pipeline((4, 1), microbatches=3)),
 }
 
 

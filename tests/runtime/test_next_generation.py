@@ -35,11 +35,11 @@ from autohet.runtime.worker import Worker
 from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.state.layout import Layout
 from tests.harness.deferred_group import DeferredGroup
-from tests.harness.exact_job import BATCH, LENGTH, exact_job
+from tests.harness.exact_job import BATCH, LAYERS, LENGTH, exact_job
 from tests.harness.tiny_models import TINY
 from tests.harness.waits import HANG_S
 
-PLAN = Plan("exact", BATCH, 1, LENGTH, (Pipeline((Stage(0, 4, ("one/0",)),), BATCH, 1),))
+PLAN = Plan("exact", BATCH, 1, LENGTH, (Pipeline((Stage(0, LAYERS, ("one/0",)),), BATCH, 1),))
 STEPS = 3
 
 
@@ -148,7 +148,7 @@ def test_a_training_generation_goes_on_while_the_next_is_prepared_and_dropped(
 ) -> None:
     """With a member that never comes: neither its absence nor the drop is felt."""
     worker.begin(order_of(worker, 1, store))
-    stages = (Stage(0, 2, ("one/0",)), Stage(2, 2, ("nobody/0",)))
+    stages = (Stage(0, 1, ("one/0",)), Stage(1, 1, ("nobody/0",)))
     plan = replace(PLAN, pipelines=(Pipeline(stages, BATCH, 1),))
     worker.prepare(preparation_order(2, store, plan))
     worker.prepare(preparation_order(3, store, plan))
@@ -161,7 +161,7 @@ def test_an_older_preparation_is_ignored_and_one_that_cannot_be_says_why(
 ) -> None:
     limits = GroupTimeouts(0.3, 0.3)
     found = NextGeneration("one/0", worker._setup, limits)
-    stages = (Stage(0, 2, ("one/0",)), Stage(2, 2, ("nobody/0",)))
+    stages = (Stage(0, 1, ("one/0",)), Stage(1, 1, ("nobody/0",)))
     plan = replace(PLAN, pipelines=(Pipeline(stages, BATCH, 1),))
     found.begin(preparation_order(3, store, plan))
     found.begin(preparation_order(2, store))
@@ -175,7 +175,7 @@ def test_an_older_preparation_is_ignored_and_one_that_cannot_be_says_why(
 
 def test_what_is_dropped_wakes_its_waits(worker: Worker, store: TCPStore) -> None:
     found = NextGeneration("one/0", worker._setup, GroupTimeouts(60.0, 60.0))
-    stages = (Stage(0, 2, ("one/0",)), Stage(2, 2, ("nobody/0",)))
+    stages = (Stage(0, 1, ("one/0",)), Stage(1, 1, ("nobody/0",)))
     plan = replace(PLAN, pipelines=(Pipeline(stages, BATCH, 1),))
     found.begin(preparation_order(2, store, plan))
     wait_until(lambda: found._newest is not None and found._newest.groups is not None)

@@ -35,11 +35,11 @@ from autohet.runtime.worker import Worker
 from planner.inputs.fleet import Node
 from planner.plans.plan import Pipeline, Plan, Stage
 from recovery.local.agent_store import AgentStore
-from tests.harness.exact_job import BATCH, LENGTH, exact_job, node_type, train_alone
+from tests.harness.exact_job import BATCH, LAYERS, LENGTH, exact_job, node_type, train_alone
 
 ME, NODE, STEPS, STRUCK = "one/0", "one", 10, 5
 DEADLINE_S = 20.0
-PLAN = Plan("exact", BATCH, 1, LENGTH, (Pipeline((Stage(0, 4, (ME,)),), BATCH, 1),))
+PLAN = Plan("exact", BATCH, 1, LENGTH, (Pipeline((Stage(0, LAYERS, (ME,)),), BATCH, 1),))
 
 
 class Scene:

@@ -29,7 +29,7 @@ from typing import Any
 
 from autohet.driver.loop.emulated_paces import paces_of
 from autohet.runtime.job.elastic import ElasticSection
-from tests.harness.exact_job import BATCH, LENGTH, exact_job
+from tests.harness.exact_job import BATCH, LAYERS, LENGTH, exact_job
 from tests.harness.host_memory import memory_directory, owned_memory
 from tests.harness.local_fleet import Interference, trains_a_while, trains_at
 from tests.harness.struck_run import StruckRun
@@ -51,7 +51,7 @@ NOTICE_S = 120.0
 
 
 RAY_NOTICES_S = 64.0
-WHOLE = {"first_layer": 0, "num_layers": 4}
+WHOLE = {"first_layer": 0, "num_layers": LAYERS}
 ROW_S = 4.0
 """Seconds of a row's passes in paced steps, which have three rows a pipeline."""
 
@@ -62,8 +62,8 @@ def plan() -> dict[str, Any]:
             "num_microbatches": 4,
             "stages": [
                 {
-                    "first_layer": 2 * stage,
-                    "num_layers": 2,
+                    "first_layer": stage,
+                    "num_layers": 1,
                     "workers": [f"n{2 * pipeline + stage}/0", f"n{2 * pipeline + stage}/1"],
                 }
                 for stage in range(2)

@@ -29,7 +29,7 @@ def judge(struck: StruckJob, reference: Reference) -> dict[str, Any]:
     wrong += _wrong_losses(losses, reference, kills=len(struck.lives) - 1)
     last = struck.lives[-1].result
     if last is not None and last["ok"]:
-        different = differing_shards(str(struck.places.storage), len(reference.losses), reference)
+        different = differing_shards(str(struck.places.storage), reference)
         if different:
             wrong.append(f"{len(different)} shards of the last checkpoint differ: {different[:3]}")
     return {

@@ -18,7 +18,7 @@ from recovery.state.holdings import Holding, restorable_step
 from recovery.state.layout import ShardId
 from recovery.storage.open import open_storage
 from tests.harness.chaos.places import Places
-from tests.harness.exact_job import BATCH, LENGTH
+from tests.harness.exact_job import BATCH, LAYERS, LENGTH
 
 
 def newest_kept_step(job: Job, places: Places) -> int | None:
@@ -70,5 +70,5 @@ def _is_intact(file: SnapshotFile, shard: ShardId) -> bool:
 
 
 def _shards(job: Job) -> frozenset[ShardId]:
-    plan = Plan("exact", BATCH, 1, LENGTH, (Pipeline((Stage(0, 4, ("one/0",)),), BATCH, 1),))
+    plan = Plan("exact", BATCH, 1, LENGTH, (Pipeline((Stage(0, LAYERS, ("one/0",)),), BATCH, 1),))
     return layout_of_plan(plan, load_config(job.model)).shards
