@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +48,7 @@ from autohet.runtime.step.loss_scale import LossScale
 from autohet.runtime.step.replica_check import ReplicaCheck, ReplicasDiffer, exchange
 from autohet.runtime.step.row_count import RowsDiffer
 from autohet.runtime.step.votes import Vote, Voter, check_rows, skip_reason
+from planner.plans.plan import Pipeline
 
 MOST_REPAIRS = 2
 MAX_NAMED = 16
@@ -362,7 +363,7 @@ class Trainer(ABC):
             if not self._must_repeat(vote):
                 return vote, marks, found, changed
             if vote.has_changed_messages:
-                changed += self._changed_messages()
+                changed += _find_changed(self.voter, self.pipelines, self.step)
                 num_repairs += 1
             elif vote.parted:
                 assert self.replicas is not None
@@ -374,17 +375,6 @@ class Trainer(ABC):
                 assert self.loss_scale is not None
                 self.loss_scale = self.loss_scale.halved(self.step)
         raise ReplicasDiffer("; ".join(str(each) for each in (*found, *changed)))
-
-    def _changed_messages(self) -> tuple[AuditMismatch, ...]:
-        """Return the borders whose messages changed in this step, the same at every worker."""
-        assert self.voter.messages is not None
-        table = exchange(self.voter.world, self.voter.messages.differences().tolist()).tolist()
-        differences = dict(zip(self.voter.world.members, table, strict=True))
-        borders = changed_borders(self.pipelines, differences)
-        cause = AuditCause.MESSAGES
-        return tuple(
-            AuditMismatch(self.step, layer, workers, (), cause) for layer, workers in borders
-        )
 
     def _must_repeat(self, vote: Vote) -> bool:
         """Return True if the step did not happen and is run again, by all workers alike."""
@@ -478,6 +468,22 @@ class Trainer(ABC):
             self.version = StateVersion(self.step + 1)
             self.phase = "idle"
             return changes
+
+
+def _find_changed(
+    voter: Voter, pipelines: Sequence[Pipeline], step: int
+) -> tuple[AuditMismatch, ...]:
+    """Return the borders whose messages changed in this step, the same at every worker.
+
+    Blocks for an exchange.
+    """
+    assert voter.messages is not None
+    table = exchange(voter.world, voter.messages.differences().tolist()).tolist()
+    differences = dict(zip(voter.world.members, table, strict=True))
+    found = []
+    for layer, workers in changed_borders(pipelines, differences):
+        found.append(AuditMismatch(step, layer, workers, (), AuditCause.MESSAGES))
+    return tuple(found)
 
 
 def _settle(
