@@ -128,7 +128,8 @@ def commit_checkpoint(
         if not wrong:
             correct_metadata(storage, same)
             return same
-        logger.warning("%s of step %d is damaged; the step is committed again", wrong[0], step)
+        first = next(iter(wrong))
+        logger.warning("%s of step %d is damaged; the step is committed again", first, step)
     elif committed is not None and committed.generation > (ancestry.newest or 0):
         raise Superseded(storage.uri, committed.generation, "unknown")
 
@@ -438,24 +439,29 @@ def _check_files(storage: Storage, manifest: Manifest) -> None:
     """Check before the commit that every data file is in the storage, whole."""
     missing = wrong_files(storage, manifest)
     if missing:
-        raise CheckpointIncomplete(manifest.step, missing)
+        raise CheckpointIncomplete(manifest.step, tuple(missing))
 
 
-def wrong_files(storage: Storage, manifest: Manifest) -> tuple[str, ...]:
-    """Return the data files that are missing or whose size differs from the manifest's."""
+def wrong_files(storage: Storage, manifest: Manifest) -> dict[str, int]:
+    """Return the data files that are missing, or whose size is not the manifest's, with their size.
+
+    The size of a missing one is 0.
+    """
     prefix = step_prefix(manifest.step)
     sizes = {info.name: info.size for info in storage.list(prefix)}
-    wrong = [
-        file.name for file in manifest.files if sizes.get(prefix + file.name) != file.num_bytes
-    ]
-    return tuple(wrong)
+    wrong = {}
+    for file in manifest.files:
+        size = sizes.get(prefix + file.name)
+        if size != file.num_bytes:
+            wrong[file.name] = size or 0
+    return wrong
 
 
 def require_files(storage: Storage, manifest: Manifest) -> None:
     """Raise CheckpointDamaged unless all data files of a committed checkpoint are there, whole."""
     wrong = wrong_files(storage, manifest)
     if wrong:
-        reason = f"{len(wrong)} files are missing or have a wrong size ({wrong[0]})"
+        reason = f"{len(wrong)} files are missing or have a wrong size ({next(iter(wrong))})"
         raise CheckpointDamaged(storage.uri, manifest.step, reason)
 
 

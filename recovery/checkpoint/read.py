@@ -170,13 +170,20 @@ def verify(
     """
     with reading_checkpoint(storage, step) as manifest:
         prefix = f"{storage.uri}/{step_prefix(manifest.step)}"
+        wrong = wrong_files(storage, manifest)
         problems = [
-            f"{prefix}{name} is missing or has not the size that was committed"
-            for name in wrong_files(storage, manifest)
+            f"{prefix}{name} is missing or has not the size that was committed" for name in wrong
         ]
         problems += _metadata_problems(storage, manifest)
+        present = []
+        for shard, (name, stored) in manifest.locations.items():
+            if stored.item_end <= wrong.get(name, stored.item_end):
+                present.append(shard)
+                continue
+            reason = "it lies beyond the end of its file"
+            problems.append(str(CheckpointCorrupt(prefix + name, shard, reason)))
         done = 0
-        for shard, outcome in _read(storage, manifest, None, {}, _Reading(whole_items=True)):
+        for shard, outcome in _read(storage, manifest, present, {}, _Reading(whole_items=True)):
             if isinstance(outcome, Exception):
                 problems.append(str(outcome))
             done += manifest.locations[shard][1].num_bytes
