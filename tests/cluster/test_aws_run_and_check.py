@@ -216,7 +216,7 @@ def test_the_head_ends_its_own_cluster_and_no_other() -> None:
         assert sorted(i["InstanceId"] for r in found for i in r["Instances"]) == sorted(others)
 
 
-def test_a_cluster_that_is_up_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_is_up_is_refused(place: Path) -> None:
     (place / "work").mkdir()
     (place / "work" / "job.yaml").touch()
     (place / "work" / "cluster.yaml").write_text(CLUSTER.replace("us-west-2", REGION))
@@ -229,8 +229,6 @@ def test_a_cluster_that_is_up_is_refused(place: Path, monkeypatch: pytest.Monkey
             MaxCount=1,
             TagSpecifications=[{"ResourceType": "instance", "Tags": tags}],
         )
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
         code, stderr = refused(place, "job.yaml", "cluster.yaml")
         assert (code, calls(place)) == (2, [])
         assert "is up already" in stderr

@@ -170,7 +170,8 @@ def test_an_older_preparation_is_ignored_and_one_that_cannot_be_says_why(
     assert outcome is not None
     assert outcome.generation == 3
     assert "PeerLost" in str(outcome.error)
-    assert found.take(3) is None
+    with pytest.raises(RuntimeError, match=r"not prepared: .*PeerLost"):
+        found.take(3)
 
 
 def test_what_is_dropped_wakes_its_waits(worker: Worker, store: TCPStore) -> None:
