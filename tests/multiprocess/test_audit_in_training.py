@@ -145,7 +145,8 @@ def test_a_message_that_changes_on_its_way_is_found_and_the_step_run_again(
     steps, states = run(pool, CASE, {FIRST: "message"})
     (found,) = (each for *_, audit in steps for each in audit.mismatches)
     assert (found.cause, found.workers, found.named) == (AuditCause.MESSAGES, (FIRST, SECOND), ())
-    assert (found.step, found.layer) == (0, 3)
+    border = THREE_HOLDERS["pipelines"][2]["stages"][1]["first_layer"]
+    assert (found.step, found.layer) == (0, border)
     assert equal(states, sound[1])
 
 
