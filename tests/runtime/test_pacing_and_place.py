@@ -232,14 +232,15 @@ def test_what_lost_pipelines_leave_is_dealt_once(
 @pytest.mark.parametrize("nbytes", [8, 64, 12, 7])
 def test_any_flipped_bit_of_a_message_makes_the_borders_differ(nbytes: int) -> None:
     """Wrong: halves of the words are lost; sides, or what was sent and arrived, are mixed up."""
-    message = torch.arange(nbytes, dtype=torch.uint8) * 37
+    message = torch.arange(nbytes + 1, dtype=torch.uint8)[1:] * 37
+    within_a_word = torch.cat([message[:1], message])[1:]
     other = torch.zeros(16, dtype=torch.float32)
     for bit in range(8 * nbytes):
         ours, theirs = MessageSums(torch.device("cpu")), MessageSums(torch.device("cpu"))
         assert not ours
         changed = message.clone()
         changed[bit // 8] ^= 1 << bit % 8
-        for sent, arrived in ((message, changed), (other, other)):
+        for sent, arrived in ((within_a_word, changed), (other, other)):
             ours.add_sent(1, sent)
             theirs.add_arrived(-1, arrived)
         kept = MessageSums(torch.device("cpu"))

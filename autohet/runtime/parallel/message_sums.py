@@ -61,8 +61,13 @@ class MessageSums:
 
 def _sum_of(message: Tensor) -> Tensor:
     """Return the sum of a flat message's words, an int64 scalar that wraps."""
-    word = torch.int64 if message.nbytes % 8 == 0 else torch.uint8
-    return message.detach().view(word).sum(dtype=torch.int64)
+    message = message.detach()
+    if message.nbytes % 8:
+        return message.view(torch.uint8).sum(dtype=torch.int64)
+    if message.data_ptr() % 8:
+        # a slice that begins within a word
+        message = message.clone()
+    return message.view(torch.int64).sum()
 
 
 def _folded(sums: list[Tensor]) -> Tensor:
