@@ -60,8 +60,9 @@ class Script:
 
     def awaits_answer(self, step: int) -> bool:
         """Return True if an arrival is unanswered after `step` steps, or has yet to happen."""
-        due = [event for event in self.left if event.at_step < step]
-        return bool(self.joining) or any(event.event == "arrival" for event in due)
+        if self.joining:
+            return True
+        return any(each.event == "arrival" and each.at_step < step for each in self.left)
 
     def due(
         self,

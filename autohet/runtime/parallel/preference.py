@@ -41,6 +41,7 @@ class PreferenceLoss(ABC):
     """
 
     has_reference: bool
+    """True if `keep_reference` is called with each microbatch before the step's passes."""
 
     def __init__(self, beta: float, device: torch.device) -> None:
         self.beta = beta
@@ -49,6 +50,7 @@ class PreferenceLoss(ABC):
 
     def begin(self) -> None:
         """Forget the step before."""
+        self._reference: dict[int, Tensor] = {}
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         self.sums = {"pairs": zero, "preferred": zero, "reward_margin_sum": zero}
 
@@ -56,7 +58,7 @@ class PreferenceLoss(ABC):
         self, m: int, stage: AnswerStage, x: Tensor, targets: Tensor, begins: Tensor
     ) -> None:
         """Compute and keep what the reference says of microbatch m's answers."""
-        raise NotImplementedError
+        self._reference[m] = stage.answer_losses(x, targets, begins).sums
 
     @abstractmethod
     def loss(
@@ -81,15 +83,6 @@ class DpoLoss(PreferenceLoss):
     """The reward of an answer is beta * (c - c')."""
 
     has_reference = True
-
-    def begin(self) -> None:
-        super().begin()
-        self._reference: dict[int, Tensor] = {}
-
-    def keep_reference(
-        self, m: int, stage: AnswerStage, x: Tensor, targets: Tensor, begins: Tensor
-    ) -> None:
-        self._reference[m] = stage.answer_losses(x, targets, begins).sums
 
     def loss(
         self, m: int, stage: AnswerStage, x: Tensor, batch: tuple[Tensor, Tensor], begins: Tensor

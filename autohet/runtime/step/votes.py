@@ -28,16 +28,15 @@ class Vote:
 
     `tokens` counts targets. `pairs` counts pairs of answers of a preference job, `preferred` those
     whose chosen answer has the higher reward, and `reward_margin_sum` sums the differences of
-    rewards. Of the workers, `replicating` counts those whose part of the open
-    replication round is in flight, `replication_failures` those whose part has failed, and
-    `writing` those that still write an earlier checkpoint. `parted` is not zero if holders of a
-    shard are not bit-equal (`replica_check`): then the step did not happen, nor did it if `changed`
-    says that messages between stages arrived otherwise than they were sent
-    (`parallel.message_sums`). `audit` is not zero if
-    equal devices computed one block to other bits (`audit`); the step counts. `overflows` is not
-    zero if gradients of a stage in fp16 overflowed: then it is run again with a smaller scale.
-    `rows` and `row_hashes` count the rows whose losses were computed (`row_count`). `ready` counts
-    the workers that can begin the next generation after this step.
+    rewards. Of the workers, `replicating` counts those whose part of the open replication round is
+    in flight, `replication_failures` those whose part has failed, and `writing` those that still
+    write an earlier checkpoint. `parted` is not zero if holders of a shard are not bit-equal
+    (`replica_check`): then the step did not happen, nor did it if `changed` says that messages
+    between stages arrived otherwise than they were sent (`parallel.message_sums`). `audit` is not
+    zero if equal devices computed one block to other bits (`audit`); the step counts. `overflows`
+    is not zero if gradients of a stage in fp16 overflowed: then it is run again with a smaller
+    scale. `rows` and `row_hashes` count the rows whose losses were computed (`row_count`). `ready`
+    counts the workers that can begin the next generation after this step.
 
     `squared_norm` is that of the gradient of `loss_sum`, the sum (not the mean) of the global
     batch's losses; NaN or infinite if a gradient is.

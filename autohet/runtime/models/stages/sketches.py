@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -63,8 +64,9 @@ def sketch(tensors: Sequence[Tensor]) -> tuple[float, ...]:
     return tuple(total.tolist())
 
 
+@cache
 def _signs(name: str, count: int, device: torch.device) -> Tensor:
-    """Return 1 and -1, fp32 [NUM_SUMS, count]."""
+    """Return 1 and -1, fp32 [NUM_SUMS, count]; the shapes of a model's blocks are few."""
     numbers = torch.arange(NUM_SUMS * count, device=device)
     bits = column_keys(f"sketch: {name}", numbers) & 1
     return (1 - 2 * bits).float().view(NUM_SUMS, count)
