@@ -100,10 +100,16 @@ def propose(request: Request, seeds: Iterable[Plan] = (), most_s: float = math.i
     """
     check_request(request)
     begin = request.clock()
-    tables = tables_of(request)
+    key = (request.fleet.nodes, request.cost.assumed, request.uneven, request.needs_staging_room)
+    proposed = request.proposed.get(key) if math.isinf(most_s) else None
+    if proposed is None:
+        tables = tables_of(request)
+        proposed = tables, proposals_for(request, tables, most_s)
+    if math.isinf(most_s):
+        request.proposed[key] = proposed
+    tables, proposals = proposed
     workers = set(request.fleet.workers)
     known = [plan for plan in seeds if workers.issuperset(plan.workers)]
-    proposals = proposals_for(request, tables, most_s)
     return Drafts(request, tables, known, proposals, begin)
 
 

@@ -38,10 +38,11 @@ def test_a_node_more_is_no_reason_to_refuse(counts: tuple[int, ...]) -> None:
     assert redundancy(answer.plan, asked.fleet, asked.spec.num_layers).weakest >= 2
 
 
-def test_the_only_node_of_a_type_holds_other_layers_in_each_pipeline() -> None:
+@pytest.mark.parametrize("brief", [True, False])
+def test_the_only_node_of_a_type_holds_other_layers_in_each_pipeline(brief: bool) -> None:
     """Equal pipelines would have it hold the same ones alone, so that it was left idle."""
     of = fleet(("A100", 2, 8), ("A10G", 1, 4))
-    asked = request(of, 64, spec=model(24), min_node_disjoint_holders=2)
+    asked = request(of, 64, spec=model(24), min_node_disjoint_holders=2, brief=brief)
     best = draft(asked).ranked[0].plan
     assert set(best.workers) == set(of.workers)
     assert redundancy(best, of, asked.spec.num_layers).weakest >= 2

@@ -53,8 +53,8 @@ class Proposal:
 def proposals_for(request: Request, tables: Tables, most_s: float = math.inf) -> list[Proposal]:
     """Return the best drafts of either placement for a request, fastest first.
 
-    Drafts that probably hold some layer on too few nodes come last, and only if the request is not
-    brief. most_s: none if the closed form of each family is above it.
+    Drafts that probably hold some layer on too few nodes come last. most_s: none if the closed form
+    of each family is above it.
     """
     every = families(tables)
     known = _Known.of(request, tables, every)
@@ -66,7 +66,7 @@ def proposals_for(request: Request, tables: Tables, most_s: float = math.inf) ->
     on_several_nodes = ~_on_one_node(tables, every)
     apart = every.take(np.flatnonzero(on_several_nodes))
     found = _proposals_of(request, apart, known)
-    if request.brief or on_several_nodes.all():
+    if on_several_nodes.all():
         return found
     if found and request.is_late:
         return found
