@@ -36,8 +36,7 @@ class CostParameters:
     stage_overhead_s: what a framework adds to each forward and each backward of a stage.
     fuses_elementwise: a compiler fuses element-wise kernels (torch.compile), so that values pass
     memory twice instead of six times.
-    compiles_blocks: the same, for blocks of workers without tensor parallelism and selective
-    recomputation (this project's runtime).
+    compiles_blocks: the same, for blocks without selective recomputation (this project's runtime).
     fuses_loss: logits are read by one fused kernel, which keeps one fp32 copy.
 
     Links:
@@ -144,9 +143,10 @@ class CostParameters:
     full_shard: bool = False
     offload_optimizer: bool = False
 
-    def fuses_block(self, tp_degree: float) -> bool:
-        """Return True if element-wise kernels are fused in a block of a group of this degree."""
-        return self.fuses_elementwise or (self.compiles_blocks and tp_degree == 1)
+    @property
+    def fuses_block(self) -> bool:
+        """True if element-wise kernels are fused in a block."""
+        return self.fuses_elementwise or self.compiles_blocks
 
 
 OURS = "autohet"

@@ -1,5 +1,5 @@
-"""Steps that the catalogue predicts for this runtime, whose blocks are compiled where no tensor
-parallelism cuts them, beside steps that were measured.
+"""Steps that the catalogue predicts for this runtime, whose blocks are compiled, beside steps that
+were measured.
 """
 
 from __future__ import annotations
@@ -69,23 +69,31 @@ def test_formats_that_were_not_measured_are_predicted(compute: str) -> None:
     assert found == pytest.approx(MEASURED_BY_FORMAT_S[compute], rel=0.08)
 
 
-@pytest.mark.parametrize("plan", [plan_of(2), plan_of(1, "selective")], ids=["TP 2", "selective"])
-def test_stages_that_are_not_compiled_take_the_time_of_eager_ones(plan: Plan) -> None:
+def test_stages_that_are_not_compiled_take_the_time_of_eager_ones() -> None:
+    plan = plan_of(1, "selective")
     compiled, eager = (predicted_s(job_of(wish), plan) for wish in ("auto", False))
     assert compiled == eager
 
 
+ISOLATED = DataSection(source="builtin:python-stdlib", isolate_documents=True)
+
+
 @pytest.mark.parametrize(
-    "eager",
+    ("sections", "workers", "is_compiled"),
     [
-        job_of(model=ModelSection(config=GPT2)),
-        job_of(data=DataSection(source="builtin:python-stdlib", isolate_documents=True)),
+        ({"model": ModelSection(config=GPT2)}, 1, False),
+        ({"data": ISOLATED}, 1, True),
+        ({}, 2, True),
     ],
-    ids=["dropout", "isolated documents"],
+    ids=["dropout", "isolated documents", "TP 2"],
 )
-def test_jobs_whose_blocks_are_not_compiled_are_predicted_so(eager: Job) -> None:
-    never = replace(eager, training=replace(eager.training, compile_blocks=False))
-    assert predicted_s(eager, plan_of(1)) == predicted_s(never, plan_of(1))
+def test_compiled_blocks_are_predicted_to_be_faster(
+    sections: dict[str, Any], workers: int, is_compiled: bool
+) -> None:
+    compiled, eager = (
+        predicted_s(job_of(wish, **sections), plan_of(workers)) for wish in ("auto", False)
+    )
+    assert (compiled < 0.95 * eager) is is_compiled
 
 
 def test_other_frameworks_compile_as_they_did() -> None:

@@ -205,8 +205,7 @@ def _compiles_blocks(job: Job, spec: ModelSpec) -> bool:
     """Return True if workers on GPUs compile their blocks, as `kernels.wants_compiled` decides."""
     adapter = job.model.adapter
     has_dropout = spec.has_dropout or (adapter is not None and adapter.dropout > 0)
-    isolates = job.data is not None and job.data.isolates
-    if has_dropout or isolates or job.training.compile_blocks is False:
+    if has_dropout or job.training.compile_blocks is False:
         return False
     if job.training.compile_blocks is True:
         return True

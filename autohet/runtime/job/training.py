@@ -147,8 +147,8 @@ class TrainingSection:
     """Compile each transformer block by torch.compile: slower first steps, faster ones after.
 
     Compiled code is kept as long as the worker's process, so generations with equal shapes share
-    it. Blocks of tensor-parallel stages or of isolated documents are not compiled. auto: compile on
-    GPUs where code can be compiled.
+    it. Attention, and what tensor-parallel ranks exchange, run between its compiled parts. auto:
+    compile on GPUs where code can be compiled.
     """
     kernels: Literal["torch", "liger"] = "torch"
     """Kernels of RMSNorm, RoPE and SwiGLU: PyTorch's (`torch`) or liger-kernel's (`liger`).

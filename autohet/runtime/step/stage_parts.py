@@ -179,7 +179,6 @@ def _build_stage(
         training.balance_weight,
         counts_tokens=training.router_balance == "bias",
     )
-    # Isolated documents change shapes with each microbatch: code is compiled for one shape.
-    if setup.begins is None and wants_compiled(training.compile_blocks, built):
+    if wants_compiled(training.compile_blocks, built):
         compile_blocks(built)
     return built

@@ -124,7 +124,7 @@ def _estimate_block(
         rates = device_rates(device, work.dtype, parameters)
         forward_s, backward_s = block_seconds(device, work, parameters)
         return Estimate(forward_s, backward_s, f"estimated, not measured: {rates.description}")
-    if parameters.fuses_block(work.tp_degree):
+    if parameters.fuses_block:
         forward_s, backward_s = _fused_seconds(device, reference, work, parameters)
         return Estimate(forward_s, backward_s, reference.reason)
 

@@ -182,7 +182,7 @@ def block_seconds(
     attention_backward = ATTENTION_BACKWARD
     if work.layer.slides(work.sequence_length):
         attention_backward += 1  # chunks are computed again
-    is_fused = parameters.fuses_block(work.tp_degree)
+    is_fused = parameters.fuses_block
     passes = FUSED_PASSES if is_fused else ELEMENTWISE_PASSES
     traffic_s = passes * work.kept_bytes / rates.memory_bytes_per_s
 

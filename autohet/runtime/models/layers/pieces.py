@@ -80,6 +80,8 @@ def compute_pieces_alone(mixer: nn.Module) -> None:
     """
     compute = mixer.forward
 
+    # Each length of a piece would be compiled anew.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         hidden_states: Tensor, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:

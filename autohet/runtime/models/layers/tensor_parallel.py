@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from autohet.runtime.models.layers.autograd import apply
 from autohet.runtime.models.layers.recomputation import is_replaying
 from planner.plans.plan import Stage, TensorShare
 
@@ -204,6 +203,21 @@ class _SequenceOperation(torch.autograd.Function):
         return ctx.back(gradients[0], ctx.tp, ctx.length), None, None, None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _apply_eagerly(function: Any, *arguments: Any, is_product: bool) -> Any:
+    """Apply `function` between the compiled parts of a block."""
+    return arguments[0] if is_product and is_replaying() else function.apply(*arguments)
+
+
+def apply(function: Any, *arguments: Any, is_product: bool = False) -> Tensor:
+    """Apply an autograd function that communicates.
+
+    is_product: of a matrix product, which selective recomputation keeps with its sum.
+    """
+    result: Tensor = _apply_eagerly(function, *arguments, is_product=is_product)
+    return result
+
+
 def enter(x: Tensor, tp: TensorParallel | None) -> Tensor:
     """Pass a whole tensor, or a part of the sequence, into a part of the model that is cut."""
     if tp is None or tp.degree == 1:
@@ -214,15 +228,12 @@ def enter(x: Tensor, tp: TensorParallel | None) -> Tensor:
 
 
 def leave(x: Tensor, tp: TensorParallel | None, *, is_product: bool = True) -> Tensor:
-    """Sum the partial sums that leave a part of the model that is cut.
-
-    is_product: `x` is a matrix product, which selective recomputation keeps with its sum.
-    """
+    """Sum the partial sums that leave a part of the model that is cut; is_product: see `apply`."""
     if tp is None or tp.degree == 1:
         return x
     if tp.cuts_sequence:
         return reduce_sequence(x, tp)
-    return x if is_product and is_replaying() else apply(_Leave, x, tp.group)
+    return apply(_Leave, x, tp.group, is_product=is_product)
 
 
 def gather_sequence(x: Tensor, tp: TensorParallel) -> Tensor:

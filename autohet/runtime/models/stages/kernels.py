@@ -50,22 +50,15 @@ def wants_compiled(wish: bool | Literal["auto"], stage: StageModel) -> bool:
     return num_parameters >= MIN_COMPILED_PARAMETERS and can_compile(stage.spec.device.type)
 
 
-def compile_blocks(stage: StageModel) -> bool:
-    """Set each block of the stage to be compiled at its first call; return True if they are.
+def compile_blocks(stage: StageModel) -> None:
+    """Set each block of the stage to be compiled at its first call.
 
     The process keeps compiled code by the block's code and shapes, up to MAX_VARIANTS. Stages of
-    later generations use it if their microbatches and slices have the same shapes. Blocks of a
-    stage of several ranks communicate, so they are not compiled.
+    later generations use it if their microbatches and slices have the same shapes. Attention and
+    what a tensor-parallel block communicates run between its compiled parts.
     """
-    if stage.spec.tp_degree > 1:
-        logger.info(
-            "training.compile_blocks: blocks of a tensor-parallel stage communicate, and are not"
-            " compiled"
-        )
-        return False
     for block in stage.blocks:
         block.compile(dynamic=False, recompile_limit=MAX_VARIANTS)
-    return True
 
 
 def use_library(model_type: str, device: torch.device) -> str | None:
