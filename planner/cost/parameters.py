@@ -61,12 +61,11 @@ class CostParameters:
     casts.
     memory_efficiency: reached share of a device's memory bandwidth.
     step_overhead_s: once a step.
-    host_link_bytes_per_s: limit of one direction between a GPU and pinned host memory (24.8e9
-    measured for each A100 on PCIe 4.0 x16, nvbandwidth, NVIDIA developer forum 352186; on PCIe
-    machines the node's own link bounds it).
-    host_update_bytes_per_s: memory traffic of AdamW on the host for one GPU, 32 bytes a parameter:
-    four cores of 4.7e9, as measured for torch's fused AdamW on one core of an Intel Xeon at 2.5
-    GHz.
+    host_link_bytes_per_s: limit of one direction between a GPU and pinned host memory, where the
+    catalogue has none (24.8e9 measured for each A100 on PCIe 4.0 x16, nvbandwidth, NVIDIA developer
+    forum 352186; on PCIe machines the node's own link bounds it).
+    host_update_bytes_per_s: memory traffic of AdamW on the host for one GPU, 32 bytes a parameter,
+    where the node's cores are unknown: four of `planner.cost.memory.offload`.
 
     Memory:
     state_bytes_per_parameter: None takes the precision's own (memory.py).

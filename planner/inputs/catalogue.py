@@ -42,7 +42,8 @@ class InstanceType:
 class GpuType:
     """Row of data/gpu_types.csv: peak rates of a device.
 
-    A rate is None if the device has no such unit.
+    A rate is None if the device has no such unit. host_link_bytes_per_s: one direction to pinned
+    host memory; None if the table has none.
     """
 
     name: str
@@ -53,6 +54,7 @@ class GpuType:
     tf32_flops: float | None
     fp32_flops: float
     memory_bytes_per_s: float
+    host_link_bytes_per_s: float | None
 
     def computes(self, dtype: str) -> bool:
         """Return True if the device has a unit for products of `dtype`; all have fp32 and fp16."""
@@ -155,6 +157,7 @@ def _gpu_types_by_alias() -> dict[str, GpuType]:
             tf32_flops=_scale(row["tf32_tflops"], 1e12),
             fp32_flops=float(row["fp32_tflops"]) * 1e12,
             memory_bytes_per_s=float(row["memory_gb_per_s"]) * 1e9,
+            host_link_bytes_per_s=_scale(row["host_link_gb_per_s"], 1e9),
         )
         for alias in (gpu.name, *row["aliases"].split("|")):
             if alias:

@@ -41,6 +41,8 @@ from planner.inputs.node_labels import (
 from planner.inputs.zones import EC2_ZONES, ZoneTable, read_zone_table
 
 GIB = 2**30
+VCPUS_A_CORE = 2
+"""Hardware threads that clouds rent as vCPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ def node_type_from_labels(
     known_memory = None
     known_intra = None
     known_inter = None
+    host_cores = None
     device = find_gpu_type(gpu_type or "")
     if row:
         known_memory = row.gpu_memory_bytes
@@ -123,6 +126,8 @@ def node_type_from_labels(
             usd_per_hour = row.usd_per_hour * part
         if host_memory_gib is None:
             host_memory_gib = row.host_memory_bytes * part / GIB
+        if row.vcpus:
+            host_cores = row.vcpus * part / VCPUS_A_CORE
     elif device:
         known_memory = device.memory_bytes
 
@@ -145,6 +150,7 @@ def node_type_from_labels(
         zone=label_text(labels, "zone") or "",
         max_nodes=max_nodes,
         host_memory_bytes=int(host_memory_gib * GIB) if host_memory_gib else None,
+        host_cores=host_cores,
     )
 
 
@@ -290,6 +296,7 @@ def _least_of(kinds: Sequence[NodeType], machines: Sequence[str]) -> NodeType:
         )
     prices = [kind.usd_per_hour for kind in kinds if kind.usd_per_hour is not None]
     memories = [kind.host_memory_bytes for kind in kinds if kind.host_memory_bytes is not None]
+    cores = [kind.host_cores for kind in kinds if kind.host_cores is not None]
     return replace(
         first,
         gpu_memory_bytes=min(kind.gpu_memory_bytes for kind in kinds),
@@ -297,4 +304,5 @@ def _least_of(kinds: Sequence[NodeType], machines: Sequence[str]) -> NodeType:
         inter_node_bytes_per_s=min(kind.inter_node_bytes_per_s for kind in kinds),
         usd_per_hour=max(prices) if len(prices) == len(kinds) else None,
         host_memory_bytes=min(memories, default=None),
+        host_cores=min(cores, default=None),
     )

@@ -18,7 +18,8 @@ class NodeType:
     usd_per_hour: price per node, None if neither catalogue nor label names one.
     slowdown: factor on the profile's compute times of its GPUs, as measured on live machines that
     throttle or share.
-    host_memory_bytes: memory of the machine (or of its container), None if unknown.
+    host_memory_bytes, host_cores: memory and cores of the machine (or of its container), None if
+    unknown.
     """
 
     name: str
@@ -33,6 +34,7 @@ class NodeType:
     max_nodes: int = 1
     slowdown: float = 1.0
     host_memory_bytes: int | None = None
+    host_cores: float | None = None
 
     def __hash__(self) -> int:
         """Hash only name and slowdown: searches look types up tens of thousands of times."""

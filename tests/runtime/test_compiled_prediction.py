@@ -12,6 +12,7 @@ import pytest
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import DataSection, Job, ModelSection
 from planner.cost.parameters import OURS, framework_parameters
+from planner.cost.prediction import Prediction
 from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.plans.plan import Plan
 from scripts.benchmarks.gpu.part import SIZES, Machine, sized_job
@@ -19,6 +20,7 @@ from scripts.benchmarks.gpu.part import SIZES, Machine, sized_job
 MEASURED_S = {"auto": 0.747, False: 1.071}
 """Steps of 1 B on an H200: scripts/benchmarks/results/gpu-h200.json."""
 MEASURED_BY_FORMAT_S = {"bf16": 0.752, "fp16": 0.806, "fp8": 0.658}
+MEASURED_OFFLOADED_UPDATE_S = 0.460
 SHAPE = SIZES["1B"]
 GPT2 = {"model_type": "gpt2", "n_embd": 2048, "n_layer": 16, "n_head": 16, "n_positions": 2048}
 
@@ -49,12 +51,16 @@ def plan_of(workers: int, recompute: str = "none", **fields: Any) -> Plan:
     )
 
 
-def predicted_s(job: Job, plan: Plan, framework: str = OURS) -> float:
-    kind = NodeType("here", "H200", len(plan.workers), 140 << 30, 4.5e11, 1e11)
+def predict(job: Job, plan: Plan, framework: str = OURS) -> Prediction:
+    kind = NodeType("here", "H200", len(plan.workers), 140 << 30, 4.5e11, 1e11, host_cores=16)
     inputs = planning_inputs(job)
     parameters = framework_parameters(framework, inputs.parameters)
     fleet = Fleet(0, (Node("here", kind),))
-    return inputs.cost_model(fleet, parameters=parameters).predict(plan).step_time_s
+    return inputs.cost_model(fleet, parameters=parameters).predict(plan)
+
+
+def predicted_s(job: Job, plan: Plan, framework: str = OURS) -> float:
+    return predict(job, plan, framework).step_time_s
 
 
 @pytest.mark.parametrize("compile_blocks", MEASURED_S)
@@ -67,6 +73,12 @@ def test_a_step_on_an_h200_is_predicted_without_a_profile(compile_blocks: Any) -
 def test_formats_that_were_not_measured_are_predicted(compute: str) -> None:
     found = predicted_s(job_of(), plan_of(1, compute=compute))
     assert found == pytest.approx(MEASURED_BY_FORMAT_S[compute], rel=0.08)
+
+
+def test_an_update_in_host_memory_is_predicted_by_the_nodes_cores_and_link() -> None:
+    """Four cores and PCIe 4.0 would take 1.9 s."""
+    found = predict(job_of(), plan_of(1).with_offloading())
+    assert found.breakdown_s["optimizer"] == pytest.approx(MEASURED_OFFLOADED_UPDATE_S, rel=0.08)
 
 
 def test_stages_that_are_not_compiled_take_the_time_of_eager_ones() -> None:

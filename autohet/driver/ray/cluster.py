@@ -250,8 +250,8 @@ def node_type_of(
         return found
     if known is None or known.host_memory_bytes is None:
         return found
-    # The file's figure counts, since a pod has less memory than its machine.
-    return replace(found, host_memory_bytes=known.host_memory_bytes)
+    # The file's figures count, since a pod has less memory than its machine.
+    return replace(found, host_memory_bytes=known.host_memory_bytes, host_cores=known.host_cores)
 
 
 class ClusterMemory:

@@ -7,6 +7,7 @@ in `probes`.
 from __future__ import annotations
 
 import gc
+import os
 import json
 import shutil
 import statistics
@@ -364,6 +365,7 @@ def _fleet(machine: Machine, gpu_type: str) -> Fleet:
         intra_node_bytes_per_s=16e9,
         inter_node_bytes_per_s=1e9,
         usd_per_hour=None,
+        host_cores=os.cpu_count(),
     )
     return Fleet(0, (Node("here", kind),))
 
