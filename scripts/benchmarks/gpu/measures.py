@@ -7,8 +7,8 @@ in `probes`.
 from __future__ import annotations
 
 import gc
-import os
 import json
+import os
 import shutil
 import statistics
 import tempfile
