@@ -127,8 +127,9 @@ def our_trainer(
     device: torch.device,
     before_update: Callable[[], None] | None = None,
     plan: Plan | None = None,
+    begins: Callable[[int, range], Tensor] | None = None,
 ) -> StageTrainer:
-    """The trainer that workers run, on a plan of one worker."""
+    """The trainer that workers run, on a plan of one worker; begins: see `TrainingSetup`."""
     config = load_config(job.model)
     plan = plan or one_worker_plan(job)
     store = torch.distributed.TCPStore(
@@ -136,7 +137,7 @@ def our_trainer(
     )
     groups = GenerationGroups(store, 0, WORKER, device, GroupTimeouts(60.0, 60.0))
     state = state_of(job, layout_of_plan(plan, config), WORKER, device)
-    setup = TrainingSetup(config, job.training, device)
+    setup = TrainingSetup(config, job.training, device, begins=begins)
     generation = WorkerGeneration(plan, WORKER, groups, state)
     return StageTrainer(setup, generation, TrainerHooks(before_update=before_update))
 

@@ -56,6 +56,7 @@ PARTS = {
         "aborts.run",
     ),
     "step": GpuPart("a step of 1 B beside plain loops, eager and compiled", 200.0, "steps.medium"),
+    "step_chat": GpuPart("a step of 1 B on isolated documents", 120.0, "steps.chat"),
     "step_small": GpuPart("a step of 0.3 B beside plain loops", 100.0, "steps.small"),
     "checksums": GpuPart(
         "checksums on the device: seconds and bits", 45.0, "probes.measure_checksums"

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autohet.bench.step.report import mfu
-from autohet.bench.step.sides import Side, ours, plain, random_rows
+from autohet.bench.step.sides import Side, our_trainer, ours, plain, random_rows
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from scripts.benchmarks.gpu.part import Failed, Machine, job_of, sized_job
@@ -32,6 +33,43 @@ def medium(machine: Machine) -> dict[str, Any]:
     The plain loop also runs as one compiled graph.
     """
     return _compare(sized_job(machine, "1B"), machine, whole_model=True)
+
+
+def chat(machine: Machine) -> dict[str, Any]:
+    """Measure 1 billion parameters on rows of isolated documents, as chats are packed.
+
+    The plain loop attends to whole rows, so losses differ and are not compared.
+    """
+    job = sized_job(machine, "1B")
+    on_gpu = machine.device_type == "cuda"
+    rows = random_rows(job, machine.device)
+    length = job.training.sequence_length
+
+    def begins(step: int, positions: range) -> Tensor:
+        found = torch.zeros(len(positions), length, dtype=torch.bool)
+        for place, position in enumerate(positions):
+            # other lengths in each microbatch
+            found[place, :: length // 4 - position % 7] = True
+        return found
+
+    def mine(*, compiled: bool) -> Side:
+        training = replace(job.training, compile_blocks=compiled)
+        trainer = our_trainer(replace(job, training=training), machine.device, begins=begins)
+        return lambda: trainer.train_step(rows).loss
+
+    sides: dict[str, Callable[[], Side]] = {"autohet": lambda: mine(compiled=False)}
+    if on_gpu:
+        sides["autohet_compiled"] = lambda: mine(compiled=True)
+        sides["plain_compiled"] = lambda: plain(job, machine.device, rows, compiled="blocks")
+    tokens = job.training.global_batch_sequences * length
+    figures: dict[str, Any] = {}
+    for name, make in sides.items():
+        found, _ = _measure(make, on_gpu)
+        figures[name] = found | {"tokens_per_s": tokens / found["step_s"]}
+        if on_gpu:
+            gc.collect()
+            torch.cuda.empty_cache()
+    return figures | _compared(figures)
 
 
 def large(machine: Machine) -> dict[str, Any]:
