@@ -3,8 +3,6 @@
 Process ids are reused, and other machines and containers have ids of their own.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

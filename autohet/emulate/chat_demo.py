@@ -5,8 +5,6 @@ functions of Python's standard library, answered by their docstrings, and a mode
 weights.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

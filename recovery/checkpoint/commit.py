@@ -5,8 +5,6 @@ stock PyTorch), then `manifest.json`, put only if there is none yet. Without its
 checkpoint does not exist. See CHECKPOINTS.md.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time

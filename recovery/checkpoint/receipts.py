@@ -4,8 +4,6 @@ A worker puts its receipt once its part of a checkpoint is durable. If the coord
 it commits, the next one commits from these objects. A commit removes them.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from contextlib import suppress

@@ -4,8 +4,6 @@ A note in each directory names the owner: a process (a node's raylet) without wh
 of no use. If it is not known whether the owner lives, the directory stays.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

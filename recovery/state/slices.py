@@ -1,7 +1,5 @@
 """A worker's local tensors seen as units: views of each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What is asked of Ray's autoscaler is what Ray's own scheduler launches."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ What is planned is what Ray's own scheduler launches and what is priced; what ca
 refused by what it lacks.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

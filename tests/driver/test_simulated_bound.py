@@ -1,7 +1,5 @@
 """SIMULATED jobs along price histories with jumps: the bound on the price is held."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from itertools import pairwise

@@ -2,8 +2,6 @@
 that know nothing of each other.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Snapshot directories go with the process that they belong to, and never before."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Specs, units and layouts: against slicing the whole tensor with torch."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

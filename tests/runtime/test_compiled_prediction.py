@@ -2,8 +2,6 @@
 parallelism cuts them, beside steps that were measured.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

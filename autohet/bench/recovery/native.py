@@ -4,8 +4,6 @@ It has one namespace per node joined by a bridge, `tc` at the cards' speed, one 
 node, and an S3 protocol server in a namespace of its own that gives each node its own share.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterator

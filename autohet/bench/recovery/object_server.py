@@ -6,8 +6,6 @@ uploads and no signatures: checkpoints are put into the directory directly. One 
 is not checked.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Durable storage of the recovery benchmark, an S3 protocol server, and the checkpoint in it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager

@@ -7,8 +7,6 @@ one barrier to the next. Both clip by the global norm; the stock side takes Adam
 the device has one.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

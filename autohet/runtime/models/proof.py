@@ -6,8 +6,6 @@ and gradients within TOLERANCE.
 Everything runs in this process on the CPU, with ranks in threads.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence

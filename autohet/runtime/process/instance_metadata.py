@@ -6,8 +6,6 @@ neither. AWS advises to poll every 5 seconds. Source: Amazon EC2 User Guide, "Sp
 interruption notices" and "EC2 instance rebalance recommendations".
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 A run that is resumed or changes its fleet needs no state of a scheduler.
 """
 
-from __future__ import annotations
-
 import math
 
 from autohet.runtime.job.training import TrainingSection

@@ -4,8 +4,6 @@ Tests compare an undisturbed run with it. It shares with the trainer only what d
 first weights, the sample order, the learning rate's formula.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ scheduler for the file at hand, and it is sent only if the scheduler's answer is
 nodes.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
