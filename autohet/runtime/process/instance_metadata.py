@@ -21,7 +21,6 @@ from autohet.runtime.process.metadata_server import (
     unix_time,
 )
 
-__all__ = ["InstanceMetadata", "InstanceNotice", "MetadataUnavailable"]
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 DISABLED_VARIABLE = "AWS_EC2_METADATA_DISABLED"
 TOKEN_TTL_S = 21600

@@ -62,6 +62,3 @@ def _warmup(settings: TrainingSection, step: int) -> float:
     if settings.schedule == "wsd":
         return settings.floor_ratio + (1.0 - settings.floor_ratio) * risen
     return risen
-
-
-__all__ = ["follows_steps", "learning_rate"]
