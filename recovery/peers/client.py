@@ -41,7 +41,7 @@ from recovery.peers.protocol import (
     FileBytes,
     PushShards,
     ReadShards,
-    Request,
+    ShardRequest,
     mac_of,
     receive,
     receive_into,
@@ -236,7 +236,7 @@ class ShardClient:
 
     @contextmanager
     def _ask(
-        self, request: Request, doing: str, cancelled: threading.Event | None = None
+        self, request: ShardRequest, doing: str, cancelled: threading.Event | None = None
     ) -> Iterator[tuple[socket.socket, bytearray]]:
         """Send a request; yield its connection and the first header of its reply.
 
@@ -265,7 +265,7 @@ class ShardClient:
             raise PeerUnreachable(self.peer, str(error)) from error
 
     def _ask_again(
-        self, kept: socket.socket, request: Request, cancelled: threading.Event | None
+        self, kept: socket.socket, request: ShardRequest, cancelled: threading.Event | None
     ) -> tuple[socket.socket, bytearray] | None:
         """Send the request over a kept connection; return None if it is no longer usable.
 
@@ -282,7 +282,7 @@ class ShardClient:
             return None
 
     def _ask_anew(
-        self, request: Request, cancelled: threading.Event | None
+        self, request: ShardRequest, cancelled: threading.Event | None
     ) -> tuple[socket.socket, bytearray]:
         connection = self._greeted(cancelled)
         with _closed_if_left(connection):
@@ -370,7 +370,7 @@ class ShardClient:
 
 
 def _exchange(
-    connection: socket.socket, request: Request, cancelled: threading.Event | None
+    connection: socket.socket, request: ShardRequest, cancelled: threading.Event | None
 ) -> bytearray:
     """Send the request; returns the first header of its reply."""
     send_request(connection, request)

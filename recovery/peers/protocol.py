@@ -163,16 +163,16 @@ class PushShards(msgspec.Struct, tag_field="op", tag="push", kw_only=True):
     to: str | None = None
 
 
-Request = ReadShards | PushShards
-_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+ShardRequest = ReadShards | PushShards
+_REQUESTS: msgspec.msgpack.Decoder[ShardRequest] = msgspec.msgpack.Decoder(ShardRequest)
 
 
-def send_request(connection: socket.socket, request: Request) -> None:
+def send_request(connection: socket.socket, request: ShardRequest) -> None:
     raw = msgspec.msgpack.encode(request)
     connection.sendall(len(raw).to_bytes(4, "little") + raw)
 
 
-def receive_request(connection: socket.socket) -> Request | None:
+def receive_request(connection: socket.socket) -> ShardRequest | None:
     """Receive the next request; None if the peer has closed the connection between requests.
 
     Raises:

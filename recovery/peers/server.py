@@ -36,7 +36,7 @@ from recovery.peers.protocol import (
     WELCOME,
     FileBytes,
     PushShards,
-    Request,
+    ShardRequest,
     mac_of,
     receive,
     receive_into,
@@ -307,7 +307,7 @@ class _Handler(socketserver.BaseRequestHandler):
             self.request.sendall(bytes([REFUSED]))
         return known
 
-    def _answer(self, request: Request) -> bool:
+    def _answer(self, request: ShardRequest) -> bool:
         """Serve one request; return False if the connection is unusable afterwards."""
         if isinstance(request, PushShards):
             status = self._push(request)

@@ -1,12 +1,12 @@
 """What Ray's autoscaler makes of a cluster file, by its own scheduler."""
 
-from autohet.driver.ray.requests.node_requests import NodeRequest, schedule
+from autohet.driver.ray.requests.node_requests import NodeRequest, simulate_launches
 from planner.inputs.autoscaling import autoscaling_config
 from planner.inputs.documents import Json
 
 
 def schedule_launches(document: Json, request: NodeRequest, version: int = 2) -> dict[str, int]:
-    return schedule(autoscaling_config(document), request, version)
+    return simulate_launches(autoscaling_config(document), request, version)
 
 
 def standing_nodes(document: Json) -> dict[str, int]:

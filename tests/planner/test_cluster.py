@@ -306,7 +306,7 @@ def _type(instance, **more):
 
 def _ray_allows(document, counts):
     """Whether Ray's own scheduler launches so many beside what stands."""
-    from autohet.driver.ray.requests.node_requests import NodeRequest, schedule
+    from autohet.driver.ray.requests.node_requests import NodeRequest, simulate_launches
 
     labelled = copy.deepcopy(document)
     for name, entry in labelled["available_node_types"].items():
@@ -317,7 +317,7 @@ def _ray_allows(document, counts):
     request = NodeRequest(
         tuple({"GPU": gpus[name]} for name in names), tuple({"type": name} for name in names)
     )
-    found = schedule(config, request)
+    found = simulate_launches(config, request)
     return all(found.get(name, 0) >= count for name, count in counts.items() if name != "head")
 
 

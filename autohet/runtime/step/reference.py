@@ -130,7 +130,7 @@ def train_reference(
     begins: function that returns the map of pieces of positions of a step, bool [b, S]; None: each
     row is one piece.
     """
-    optimizer = _adamw(model, training)
+    optimizer = adamw(model, training)
     model.train()
     routers = _Routers(model)
     for step in range(steps):
@@ -165,7 +165,7 @@ def train_reference(
         yield float(total)
 
 
-def _adamw(model: PreTrainedModel, training: TrainingSection) -> torch.optim.AdamW:
+def adamw(model: PreTrainedModel, training: TrainingSection) -> torch.optim.AdamW:
     """Return the optimizer of a job, in two groups: with weight decay and without."""
     specs = family_of(model.config).parameter_specs(model.config)
     undecayed = parameters_without_decay(training, specs)

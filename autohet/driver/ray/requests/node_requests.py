@@ -55,7 +55,7 @@ def node_request(
     wanted = config.workers(counts)
     instead: dict[str, int] = {}
     for request in _candidates(config, counts, wanted, version):
-        found = schedule(config, request, version)
+        found = simulate_launches(config, request, version)
         if found == wanted:
             return request
         if not instead:
@@ -160,7 +160,9 @@ def _words(counts: Counts, prices: Mapping[str, float | None]) -> str:
     return f"{words} ({sum(amounts):.2f} $/h)"
 
 
-def schedule(config: AutoscalingConfig, request: NodeRequest, version: int = 2) -> dict[str, int]:
+def simulate_launches(
+    config: AutoscalingConfig, request: NodeRequest, version: int = 2
+) -> dict[str, int]:
     """Return the worker nodes by type that Ray's own scheduler launches for a request.
 
     The cluster of this file starts from its head alone.
