@@ -6,8 +6,6 @@ folder in the working directory hides them as well. The check imports nothing he
 packages, and looks further only where one is foreign.
 """
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

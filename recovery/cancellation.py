@@ -1,7 +1,5 @@
 """Work that its caller may give up: it then ends soon, whatever it waits for."""
 
-from __future__ import annotations
-
 import math
 import select
 import socket

@@ -1,7 +1,5 @@
 """JSON documents from storage, whose bytes may be anything: one error for all that can be wrong."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import msgspec

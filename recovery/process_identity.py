@@ -3,10 +3,28 @@
 Process ids are reused, and other machines and containers have ids of their own.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
+
+import msgspec
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Process of the running system that `boot` names.
+
+    `started` tells the process from others of the same id.
+    """
+
+    boot: str
+    process_id: int
+    started: str
+
+    @property
+    def is_dead(self) -> bool:
+        """True if the process is known to have ended, which only its own system can tell."""
+        is_of_this_system = self.boot == boot_id() != ""
+        # Another process may have the same id by now: it was started at another time.
+        return is_of_this_system and process_start(self.process_id) != self.started
 
 
 def boot_id() -> str:

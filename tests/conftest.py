@@ -1,7 +1,5 @@
 """What every test session leaves behind: nothing."""
 
-from __future__ import annotations
-
 import gc
 import os
 import tempfile

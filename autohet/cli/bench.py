@@ -3,8 +3,6 @@
 Both are measured in the same run.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 

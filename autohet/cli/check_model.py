@@ -3,8 +3,6 @@
 It proves that the model, cut into stages and tensor-parallel slices, is the library's.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -1,7 +1,5 @@
 """List, verify and copy durable checkpoints, export Hugging Face models, and check a storage."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -3,8 +3,6 @@
 The run has a notice, a death and an arrival, and the command shows what each cost.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -4,8 +4,6 @@ Exit codes: 0 done, 1 the work failed, 2 the user's input is wrong (one clear me
 traceback).
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

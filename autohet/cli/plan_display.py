@@ -252,7 +252,7 @@ def front_table(front: Sequence[Json], fleet: Fleet) -> Table:
             money(predicted["usd_per_million_tokens"], 3),
             ", ".join(f"{number} {gpu}" for gpu, number in num_by_gpu.items()),
             shape_of(plan),
-            _join_by_slash(sorted(degrees)),
+            _join("/", sorted(degrees)),
         )
     return table
 
@@ -263,8 +263,8 @@ def gpus_of(plan: Plan, fleet: Fleet) -> dict[str, int]:
     return dict(sorted(numbers.items()))
 
 
-def _join_by_slash(numbers: Iterable[int]) -> str:
-    return "/".join(str(number) for number in numbers)
+def _join(mark: str, numbers: Iterable[int]) -> str:
+    return mark.join(map(str, numbers))
 
 
 def _facts(document: Json) -> list[str]:
@@ -320,7 +320,7 @@ def _print_plan(console: Console, document: Json, fleet: Fleet) -> None:
     if plan.spmd is not None:
         names = ", ".join(_short(plan.workers))
         for axis, units in plan.spmd.units:
-            console.print(Text(f"      {axis}: {_join_by_slash(units)} on {names}", style="dim"))
+            console.print(Text(f"      {axis}: {_join('/', units)} on {names}", style="dim"))
     for entry in document.get("program", ()):
         instructions = "; ".join(entry["instructions"])
         line = f"      {entry['tensor']} {entry['shape']}: {instructions}"
@@ -377,7 +377,7 @@ def stage_words(stage: Stage, fleet: Fleet) -> str:
     noun = "block" if stage.num_layers == 1 else "blocks"
     parts = [f"{stage.num_layers} {noun} on {fleet.gpu_type(stage.workers[0])}"]
     if stage.tp_shares:
-        parts.append(f"TP {_join_by_plus(stage.tp_shares)}")
+        parts.append(f"TP {_join('+', stage.tp_shares)}")
     elif stage.tp_degree > 1:
         kind = "TP" if stage.spmd is None else "one program on"
         parts.append(f"{kind} {stage.tp_degree}")
@@ -390,10 +390,6 @@ def stage_words(stage: Stage, fleet: Fleet) -> str:
     if stage.shard_optimizer:
         parts.append("optimizer state shared out")
     return ", ".join(parts)
-
-
-def _join_by_plus(shares: Iterable[int]) -> str:
-    return "+".join(str(share) for share in shares)
 
 
 def bar(
@@ -435,7 +431,7 @@ def segment_label(stage: Stage) -> str:
     marks += "z" if stage.shard_optimizer else ""
     label = str(stage.num_layers)
     if stage.tp_shares:
-        label += f" tp{_join_by_plus(stage.tp_shares)}"
+        label += f" tp{_join('+', stage.tp_shares)}"
     elif stage.tp_degree > 1:
         kind = "tp" if stage.spmd is None else "spmd"
         label += f" {kind}{stage.tp_degree}"

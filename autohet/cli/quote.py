@@ -1,7 +1,5 @@
 """Command `autohet quote`: the price of a job by a deadline, and how likely it is."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

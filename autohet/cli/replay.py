@@ -3,8 +3,6 @@
 Its decisions must be the recorded ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Command `autohet report`: writes a run's events as an HTML page and a Perfetto timeline."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 The clock is a fake one. Baselines, as people run them, are simulated for comparison.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Command `autohet sky`: trains a job under SkyPilot, and changes the region where one starves."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Command `autohet status`: shows what the jobs of a Ray cluster are doing."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Command `autohet stop`: stops a running job, with or without a driver."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict

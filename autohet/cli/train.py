@@ -1,7 +1,5 @@
 """Command `autohet train`: runs a job on this process's Ray cluster, or on an emulated fleet."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

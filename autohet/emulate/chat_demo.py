@@ -5,8 +5,6 @@ functions of Python's standard library, answered by their docstrings, and a mode
 weights.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json
@@ -201,6 +199,3 @@ def _loss_by_peft(job: Job, adapter: Path) -> float:
             loss += loss_of_rows(model, tokens, targets, begins)
             num_targets += int((targets >= 0).sum())
     return float(loss) / num_targets
-
-
-__all__ = ["ExportedAdapter", "chat_job", "export_best", "write_chat"]

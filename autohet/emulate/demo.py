@@ -6,8 +6,6 @@ losses are the reference. With adapters an export of the best checkpoint takes t
 first two.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import time

@@ -3,8 +3,6 @@
 Each node has a network namespace. A bridge, whose ports can be shut, joins them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -4,8 +4,6 @@ Orders run in a thread that a generation owns; everything else (reports, stops, 
 from other threads.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

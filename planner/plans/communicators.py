@@ -6,8 +6,6 @@ sets of holders at 64 GPUs. Beyond a limit, sets are therefore merged into commo
 of a superset that hold nothing of a bucket contribute zeros.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from collections import Counter

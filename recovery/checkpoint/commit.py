@@ -5,8 +5,6 @@ stock PyTorch), then `manifest.json`, put only if there is none yet. Without its
 checkpoint does not exist. See CHECKPOINTS.md.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time
@@ -35,7 +33,6 @@ from recovery.checkpoint.manifest import (
     DataFile,
     Manifest,
     Scalar,
-    TensorEntry,
     decode_manifest,
     encode_manifest,
 )
@@ -144,7 +141,7 @@ def commit_checkpoint(
         scalars=dict(facts.scalars),
         model_config=dict(facts.model_config),
         num_bytes=layout.num_bytes,
-        tensors=tuple(TensorEntry.of(layout.tensors[name]) for name in sorted(layout.tensors)),
+        tensors=tuple(layout.tensors[name] for name in sorted(layout.tensors)),
         files=files,
         run="" if claimed is None else claimed.run,
         driver="" if claimed is None else claimed.driver,

@@ -1,7 +1,5 @@
 """Copy of a committed checkpoint from one storage to another, each shard checked on its way."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ can be written again if it is missing. Source of the format:
 torch/distributed/checkpoint/{metadata,filesystem}.py.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import sys

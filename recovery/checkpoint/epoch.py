@@ -6,8 +6,6 @@ manifest. Whoever finds a higher number than its own has been replaced. The leas
 still does count for nothing.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 

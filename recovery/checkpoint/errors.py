@@ -3,8 +3,6 @@
 Each error can be pickled across processes and says what to do.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from recovery.errors import RecoveryError

@@ -10,8 +10,6 @@ that our own reader fetches and checks exactly those. The record of the elements
 none, and the manifest has a checksum of the same bytes.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

@@ -5,8 +5,6 @@ lease fails if a driver stands still for longer than its lease lasts. The journa
 (`recovery.checkpoint.journal`) then keeps the steps of both drivers apart.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -21,7 +19,7 @@ import msgspec
 
 from recovery.checkpoint.errors import LeaseHeld
 from recovery.documents import DocumentDamaged, decode_json
-from recovery.process_identity import boot_id, process_start
+from recovery.process_identity import ProcessIdentity, boot_id, process_start
 from recovery.storage.errors import ObjectMissing, StorageError
 from recovery.storage.protocol import ObjectInfo, Storage
 
@@ -36,36 +34,11 @@ RENEWALS = 4
 """Renewals within the time of a lease: three of them may fail."""
 
 
-class Holder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Process that holds a lease, or is about to take it (not `taken`).
-
-    `boot` names the running system of its machine, `started` tells the process from others of the
-    same id.
-    """
+class Holder(ProcessIdentity, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Process that holds a lease, or is about to take it (not `taken`)."""
 
     host: str
-    process_id: int
-    boot: str
-    started: str
     taken: bool = True
-
-    @classmethod
-    def this(cls) -> Holder:
-        return cls(
-            host=socket.gethostname(),
-            process_id=os.getpid(),
-            boot=boot_id(),
-            started=process_start(os.getpid()),
-        )
-
-    @property
-    def is_dead(self) -> bool:
-        """True if the process is known to have ended, which only its own machine can tell."""
-        is_of_this_machine = self.boot == boot_id() != ""
-        if not is_of_this_machine:
-            return False
-        # Another process may have the same id by now: it was started at another time.
-        return process_start(self.process_id) != self.started
 
 
 def has_living_driver(storage: Storage, lease_s: float = LEASE_S) -> bool:
@@ -88,7 +61,13 @@ class DriverLease:
     def __init__(self, storage: Storage, lease_s: float = LEASE_S) -> None:
         self._storage = storage
         self.lease_s = lease_s
-        self.holder = msgspec.structs.replace(Holder.this(), taken=False)
+        self.holder = Holder(
+            host=socket.gethostname(),
+            process_id=os.getpid(),
+            boot=boot_id(),
+            started=process_start(os.getpid()),
+            taken=False,
+        )
         self.driver = f"{self.holder.host}-{self.holder.process_id}-{uuid.uuid4().hex[:8]}"
 
     @property

@@ -3,8 +3,6 @@
 Only proven objects are ever removed: others may share the directory, and a name proves nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import zlib

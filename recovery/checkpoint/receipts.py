@@ -4,8 +4,6 @@ A worker puts its receipt once its part of a checkpoint is durable. If the coord
 it commits, the next one commits from these objects. A commit removes them.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from contextlib import suppress
@@ -13,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from recovery.checkpoint.manifest import DataFile, TensorEntry
+from recovery.checkpoint.manifest import DataFile
 from recovery.checkpoint.ownership import RECEIPT_SUFFIX, is_receipt, receipt_digest
 from recovery.checkpoint.write import WorkerReceipt, step_prefix
 from recovery.documents import DocumentDamaged, decode_json
@@ -34,7 +32,7 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     generation: int
     worker: str
     writers: tuple[str, ...]
-    tensors: tuple[TensorEntry, ...]
+    tensors: tuple[TensorSpec, ...]
     files: tuple[DataFile, ...]
 
 
@@ -72,7 +70,7 @@ def put_receipt(storage: Storage, receipt: WorkerReceipt, generation: int, layou
         generation=generation,
         worker=receipt.worker,
         writers=tuple(sorted(layout.workers)),
-        tensors=tuple(TensorEntry.of(layout.tensors[name]) for name in names),
+        tensors=tuple(layout.tensors[name] for name in names),
         files=receipt.files,
     )
     data = msgspec.json.encode(stored)
@@ -101,7 +99,7 @@ def read_uploads(storage: Storage, after: int = -1) -> list[StoredUpload]:
         )
         receipt = WorkerReceipt(stored.step, stored.worker, stored.files)
         upload.receipts[stored.worker] = receipt
-        upload.tensors |= {entry.name: entry.spec for entry in stored.tensors}
+        upload.tensors |= {spec.name: spec for spec in stored.tensors}
     return [found[key] for key in sorted(found)]
 
 

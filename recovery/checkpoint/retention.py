@@ -1,7 +1,5 @@
 """Retention of committed checkpoints, leases of readers, and clean-up of uncommitted data."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

@@ -1,7 +1,5 @@
 """Storing `.metadata`, which stock PyTorch reads, without replacing one that is not ours."""
 
-from __future__ import annotations
-
 import logging
 
 from recovery.checkpoint.dcp import METADATA_NAME, dcp_metadata_problem, encode_dcp_metadata

@@ -4,8 +4,6 @@ Workers that have lost a peer cannot vote. Each puts an object `driver/held-<gen
 with the steps that it holds; from these objects all choose the same step and the same writers.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A worker's part of a checkpoint: which shards it writes, and writing them."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

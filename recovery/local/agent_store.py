@@ -6,8 +6,6 @@ them, takes in pushed copies and removes old ones. A file that is damaged, torn 
 and reported.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

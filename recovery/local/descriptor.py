@@ -1,7 +1,5 @@
 """Files that are read and written by descriptor."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -13,8 +13,6 @@ two. One file instead of two would be no copy while it is being written. The les
 durable storage.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

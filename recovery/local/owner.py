@@ -4,8 +4,6 @@ A note in each directory names the owner: a process (a node's raylet) without wh
 of no use. If it is not known whether the owner lives, the directory stays.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -18,28 +16,11 @@ from recovery.documents import DocumentDamaged, decode_json
 from recovery.local.private_files import make_private_directory, read_note, write_note
 from recovery.local.snapshot_file import has_writer
 from recovery.local.snapshot_format import SUFFIX
-from recovery.process_identity import boot_id, process_start
+from recovery.process_identity import ProcessIdentity, boot_id, process_start
 
 logger = logging.getLogger(__name__)
 
 NOTE = "owner.json"
-
-
-class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A process of the system that `boot` names."""
-
-    boot: str
-    process_id: int
-    started: str
-
-    @property
-    def is_dead(self) -> bool:
-        """True if the process is known to have ended, which only its own system can tell."""
-        return bool(self.boot) and self.boot == boot_id() and not self._is_running
-
-    @property
-    def _is_running(self) -> bool:
-        return process_start(self.process_id) == self.started
 
 
 def claim_directory(directory: Path | str, process_id: int) -> None:
@@ -48,7 +29,7 @@ def claim_directory(directory: Path | str, process_id: int) -> None:
     started = process_start(process_id)
     if not started:
         raise ProcessLookupError(f"process {process_id} is not running")
-    owner = Owner(boot=boot_id(), process_id=process_id, started=started)
+    owner = ProcessIdentity(boot=boot_id(), process_id=process_id, started=started)
     write_note(Path(directory, NOTE), msgspec.json.encode(owner))
 
 
@@ -61,7 +42,7 @@ def remove_ownerless(root: Path | str) -> list[Path]:
     for note in sorted(Path(root).glob(f"*/*/{NOTE}")):
         directory = note.parent
         try:
-            owner = decode_json(read_note(note), Owner)
+            owner = decode_json(read_note(note), ProcessIdentity)
         except (OSError, DocumentDamaged):
             continue
         if not owner.is_dead or any(has_writer(path) for path in directory.glob(f"*{SUFFIX}")):

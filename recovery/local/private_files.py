@@ -5,8 +5,6 @@ into it. So directories are made with mode 0700, files with mode 0600. A foreign
 anything that is no regular file are refused, and opening never follows a link or waits for a pipe.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Files of a snapshot writer: which one takes the next step, and which steps stay."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import Counter

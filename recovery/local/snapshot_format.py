@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -78,6 +78,14 @@ class _Prefix(NamedTuple):
     payload_offset: int
     file_bytes: int
     crc: int
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """Content of a file, as it is encoded after the prefix."""
+
+    worker: str
+    tensors: tuple[TensorSpec, ...]
+    shards: tuple[ShardId, ...]
 
 
 @dataclass(frozen=True)
@@ -189,12 +197,8 @@ def _used(tensors: Mapping[str, TensorSpec], shards: Sequence[ShardId]) -> dict[
 def _encode_header(
     worker: str, tensors: Mapping[str, TensorSpec], shards: Sequence[ShardId]
 ) -> bytes:
-    document = {
-        "worker": worker,
-        "tensors": [spec.to_document() for spec in _used(tensors, shards).values()],
-        "shards": list(shards),
-    }
-    return msgspec.msgpack.encode(document)
+    used = tuple(_used(tensors, shards).values())
+    return msgspec.msgpack.encode(_Header(worker, used, tuple(shards)))
 
 
 def read_map(path: Path, read: Callable[[int, int], bytes], num_bytes: int) -> FileMap:
@@ -212,11 +216,10 @@ def read_map(path: Path, read: Callable[[int, int], bytes], num_bytes: int) -> F
     if zlib.crc32(header) != prefix.header_crc:
         raise SnapshotError(str(path), "the header is damaged")
     try:
-        document: dict[str, Any] = msgspec.msgpack.decode(header)
-        tensors = {spec["name"]: TensorSpec.from_document(spec) for spec in document["tensors"]}
-        shards = [ShardId(str(tensor), int(unit)) for tensor, unit in document["shards"]]
-        file_map = FileMap.of(str(document["worker"]), tensors, shards)
-    except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        document = msgspec.msgpack.decode(header, type=_Header)
+        tensors = {spec.name: spec for spec in document.tensors}
+        file_map = FileMap.of(document.worker, tensors, document.shards)
+    except (LookupError, ValueError, ArithmeticError, RecursionError) as error:
         why = f"the header holds no snapshot's map ({type(error).__name__}: {str(error)[:200]})"
         raise SnapshotError(str(path), why) from None
 

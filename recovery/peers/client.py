@@ -39,6 +39,9 @@ from recovery.peers.protocol import (
     VERSION,
     WELCOME,
     FileBytes,
+    PushShards,
+    ReadShards,
+    ShardRequest,
     mac_of,
     receive,
     receive_into,
@@ -154,11 +157,7 @@ class ShardClient:
         """
         if not shards:
             return
-        request: dict[str, object] = {
-            "op": "read",
-            "source": _place(source),
-            "shards": list(shards),
-        }
+        request = ReadShards(source, list(shards))
         places = into or {}
         damaged = False
         with self._ask(request, f"sending shards of {source}", cancelled) as (connection, first):
@@ -202,17 +201,16 @@ class ShardClient:
         if checksums is None:
             checksums = _checksums(pieces)
         used = {shard.tensor: tensors[shard.tensor] for shard in pieces}
-        request = {
-            "op": "push",
-            "worker": source.name,
-            "step": source.step,
-            "generation": source.generation,
-            "tensors": [spec.to_document() for spec in used.values()],
-            "shards": list(pieces),
-            "checksums": list(checksums),
-            "superseded": options.superseded,
-            "to": options.to,
-        }
+        request = PushShards(
+            worker=source.name,
+            step=source.step,
+            generation=source.generation,
+            tensors=list(used.values()),
+            shards=list(pieces),
+            checksums=list(checksums),
+            superseded=options.superseded,
+            to=options.to,
+        )
         with self._ask(request, f"taking shards of {source}", cancelled) as (connection, first):
             if self._check_push(first, source) != len(pieces):
                 raise ConnectionError("the peer answers for another number of shards")
@@ -238,7 +236,7 @@ class ShardClient:
 
     @contextmanager
     def _ask(
-        self, request: dict[str, object], doing: str, cancelled: threading.Event | None = None
+        self, request: ShardRequest, doing: str, cancelled: threading.Event | None = None
     ) -> Iterator[tuple[socket.socket, bytearray]]:
         """Send a request; yield its connection and the first header of its reply.
 
@@ -267,7 +265,7 @@ class ShardClient:
             raise PeerUnreachable(self.peer, str(error)) from error
 
     def _ask_again(
-        self, kept: socket.socket, request: dict[str, object], cancelled: threading.Event | None
+        self, kept: socket.socket, request: ShardRequest, cancelled: threading.Event | None
     ) -> tuple[socket.socket, bytearray] | None:
         """Send the request over a kept connection; return None if it is no longer usable.
 
@@ -284,7 +282,7 @@ class ShardClient:
             return None
 
     def _ask_anew(
-        self, request: dict[str, object], cancelled: threading.Event | None
+        self, request: ShardRequest, cancelled: threading.Event | None
     ) -> tuple[socket.socket, bytearray]:
         connection = self._greeted(cancelled)
         with _closed_if_left(connection):
@@ -372,7 +370,7 @@ class ShardClient:
 
 
 def _exchange(
-    connection: socket.socket, request: dict[str, object], cancelled: threading.Event | None
+    connection: socket.socket, request: ShardRequest, cancelled: threading.Event | None
 ) -> bytearray:
     """Send the request; returns the first header of its reply."""
     send_request(connection, request)
@@ -413,7 +411,3 @@ def _checksums(pieces: Mapping[ShardId, memoryview | FileBytes]) -> list[int]:
     memory = [piece for piece in pieces.values() if isinstance(piece, memoryview)]
     assert len(memory) == len(pieces), "a file's ranges come with the checksums that it records"
     return [checksum(piece) for piece in memory]
-
-
-def _place(source: Source) -> tuple[str, str, str, int, int]:
-    return source.kind, source.node, source.name, source.step, source.generation

@@ -35,8 +35,10 @@ import msgspec
 
 from recovery.cancellation import await_bytes
 from recovery.state.checksum import BLOCK_BYTES, RunningChecksum
+from recovery.state.holdings import Source
+from recovery.state.layout import ShardId, TensorSpec
 
-VERSION = 6
+VERSION = 7
 NONCE_BYTES = 32
 HELLO = struct.Struct("<B32s32s")
 WELCOME = struct.Struct("<B32s")
@@ -137,12 +139,40 @@ def _send_file(connection: socket.socket, data: FileBytes) -> None:
         deadline.check(sent, data.num_bytes)
 
 
-def send_request(connection: socket.socket, document: dict[str, Any]) -> None:
-    raw = msgspec.msgpack.encode(document)
+class ReadShards(msgspec.Struct, tag_field="op", tag="read"):
+    """Request for shards of `source`."""
+
+    source: Source
+    shards: list[ShardId]
+
+
+class PushShards(msgspec.Struct, tag_field="op", tag="push", kw_only=True):
+    """Request to keep copies of a worker's shards, whose bytes follow.
+
+    checksums: those of `shards`, in their order. superseded: copies of the worker that are older
+    than this (generation, step) are removed afterwards. to: node that the copies are for.
+    """
+
+    worker: str
+    step: int
+    generation: int
+    tensors: list[TensorSpec]
+    shards: list[ShardId]
+    checksums: list[int]
+    superseded: tuple[int, int] | None = None
+    to: str | None = None
+
+
+ShardRequest = ReadShards | PushShards
+_REQUESTS: msgspec.msgpack.Decoder[ShardRequest] = msgspec.msgpack.Decoder(ShardRequest)
+
+
+def send_request(connection: socket.socket, request: ShardRequest) -> None:
+    raw = msgspec.msgpack.encode(request)
     connection.sendall(len(raw).to_bytes(4, "little") + raw)
 
 
-def receive_request(connection: socket.socket) -> dict[str, Any] | None:
+def receive_request(connection: socket.socket) -> ShardRequest | None:
     """Receive the next request; None if the peer has closed the connection between requests.
 
     Raises:
@@ -154,8 +184,7 @@ def receive_request(connection: socket.socket) -> dict[str, Any] | None:
     length = int.from_bytes(first + receive(connection, 3), "little")
     if length > MAX_REQUEST_BYTES:
         raise ValueError(f"a request of {length} bytes is longer than {MAX_REQUEST_BYTES}")
-    document: dict[str, Any] = msgspec.msgpack.decode(receive(connection, length))
-    return document
+    return _REQUESTS.decode(receive(connection, length))
 
 
 def receive(

@@ -7,8 +7,6 @@ reads before its votes. All of them are replaced whole, and no process waits for
 stands still for a copy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

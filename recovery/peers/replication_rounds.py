@@ -9,8 +9,6 @@ the round is still open or has failed, and all see the same sums. Turns of durab
 decided in the same way.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

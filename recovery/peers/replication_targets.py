@@ -5,8 +5,6 @@ that node. Such shards are pushed to agents of other nodes after each snapshot
 (`recovery.peers.replication`), spread so that no node takes in much more than another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal

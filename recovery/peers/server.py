@@ -18,8 +18,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from recovery.errors import ShardUnavailable, SnapshotError
 from recovery.local.agent_store import AgentStore
 from recovery.local.snapshot_file import SnapshotFileWriter
@@ -37,6 +35,8 @@ from recovery.peers.protocol import (
     VERSION,
     WELCOME,
     FileBytes,
+    PushShards,
+    ShardRequest,
     mac_of,
     receive,
     receive_into,
@@ -45,7 +45,7 @@ from recovery.peers.protocol import (
 )
 from recovery.peers.tls import PeerTls
 from recovery.state.holdings import Source
-from recovery.state.layout import ShardId, TensorSpec
+from recovery.state.layout import ShardId
 
 __all__ = ["ShardClient", "ShardServer"]
 
@@ -240,7 +240,7 @@ class _ThreadingServer(socketserver.TCPServer):
             logger.warning("connections of the shard server are still at work after its close")
 
 
-_MALFORMED = (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError, OverflowError)
+_MALFORMED = (OSError, KeyError, TypeError, ValueError, OverflowError)
 """Errors of a connection that ends, or of a request whose fields no client of ours would send."""
 
 
@@ -307,15 +307,14 @@ class _Handler(socketserver.BaseRequestHandler):
             self.request.sendall(bytes([REFUSED]))
         return known
 
-    def _answer(self, request: dict[str, Any]) -> bool:
+    def _answer(self, request: ShardRequest) -> bool:
         """Serve one request; return False if the connection is unusable afterwards."""
-        if request["op"] == "push":
+        if isinstance(request, PushShards):
             status = self._push(request)
             self.request.sendall(REPLY.pack(status, 0))
             return status == OK
-        source = Source(*request["source"])
-        for tensor, unit in request["shards"]:
-            self._send(source, ShardId(str(tensor), int(unit)))
+        for shard in request.shards:
+            self._send(request.source, shard)
         return True
 
     def _send(self, source: Source, shard: ShardId) -> None:
@@ -328,12 +327,12 @@ class _Handler(socketserver.BaseRequestHandler):
             self.request.sendall(REPLY.pack(OK, extent.num_bytes))
             send_within(self.request, FileBytes(file, extent.offset, extent.num_bytes))
 
-    def _push(self, request: dict[str, Any]) -> int:
+    def _push(self, request: PushShards) -> int:
         """Take a push and return its status.
 
         The peer that reads the status may push again at once: its slot is free by then.
         """
-        if request.get("to") not in (None, self.store.node):
+        if request.to not in (None, self.store.node):
             # Another node had this address before: a copy here may be beside its original.
             return REFUSED
         if not self.pushes.acquire(blocking=False):
@@ -343,17 +342,13 @@ class _Handler(socketserver.BaseRequestHandler):
         finally:
             self.pushes.release()
 
-    def _take(self, request: dict[str, Any]) -> int:
+    def _take(self, request: PushShards) -> int:
         """Store pushed shards as a snapshot of their worker, once all are here and whole."""
-        worker = str(request["worker"])
-        specs = [TensorSpec.from_document(document) for document in request["tensors"]]
-        shards = [ShardId(str(tensor), int(unit)) for tensor, unit in request["shards"]]
-        checksums = [int(value) for value in request["checksums"]]
-        file_map = FileMap.of(worker, {spec.name: spec for spec in specs}, shards)
-        step = int(request["step"])
-        generation = int(request["generation"])
+        tensors = {spec.name: spec for spec in request.tensors}
+        file_map = FileMap.of(request.worker, tensors, request.shards)
+        checksums = request.checksums
         try:
-            writer = self.store.accept(step, generation, file_map)
+            writer = self.store.accept(request.step, request.generation, file_map)
         except SnapshotError as error:
             logger.warning("a peer's copy is not taken: %s", error)
             return FULL
@@ -364,19 +359,15 @@ class _Handler(socketserver.BaseRequestHandler):
             held = self.store.fill_unchanged(writer.map, checksums, whole)
             self.request.sendall(REPLY.pack(OK, len(held)) + bytes(held))
             if self._fill(writer, checksums, held):
-                writer.commit_with(step, generation, checksums)
+                writer.commit_with(request.step, request.generation, checksums)
                 status = OK
-                self._drop_superseded(request)
+                if request.superseded is not None:
+                    self.store.drop_copies(request.worker, request.superseded)
         finally:
             writer.close()
             if status != OK:
                 writer.path.unlink(missing_ok=True)
         return status
-
-    def _drop_superseded(self, request: dict[str, Any]) -> None:
-        if request.get("superseded") is not None:
-            generation, step = request["superseded"]
-            self.store.drop_copies(str(request["worker"]), (int(generation), int(step)))
 
     def _fill(self, writer: SnapshotFileWriter, checksums: list[int], held: list[bool]) -> bool:
         """Receive the shards that are not `held`; return False if one of them is damaged."""

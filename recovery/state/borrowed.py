@@ -1,7 +1,5 @@
 """Live tensors that a training loop lends to another thread from one update to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache

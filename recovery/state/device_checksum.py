@@ -11,8 +11,6 @@ pieces are digested together. If Triton is installed and the pieces are on a CUD
 of `recovery.state.checksum_kernel` replaces those launches.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from array import array

@@ -3,8 +3,6 @@
 Survivors, node agents and checkpoints report their holdings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 

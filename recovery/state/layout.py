@@ -18,6 +18,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 T = TypeVar("T")
 
 ITEM_BYTES_BY_DTYPE: Mapping[str, int] = {
@@ -44,8 +46,7 @@ class ShardId(NamedTuple):
         return f"{self.tensor}[{self.unit}]"
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A whole tensor of training state and where it may be cut.
 
     `cuts` are the unit boundaries along `split_dim`: `cuts[0] == 0`, ascending, `cuts[-1] ==
@@ -151,25 +152,6 @@ class TensorSpec:
     def _check_unit(self, unit: int) -> None:
         if not 0 <= unit < self.num_units:
             raise IndexError(f"{self.name} has units 0 to {self.num_units - 1}, not {unit}")
-
-    def to_document(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "split_dim": self.split_dim,
-            "cuts": list(self.cuts),
-        }
-
-    @staticmethod
-    def from_document(document: Mapping[str, Any]) -> TensorSpec:
-        return TensorSpec(
-            name=str(document["name"]),
-            shape=tuple(int(size) for size in document["shape"]),
-            dtype=str(document["dtype"]),
-            split_dim=None if document["split_dim"] is None else int(document["split_dim"]),
-            cuts=tuple(int(cut) for cut in document["cuts"]),
-        )
 
 
 def _are_cuts_of(size: int, cuts: Sequence[int]) -> bool:

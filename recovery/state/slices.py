@@ -1,24 +1,13 @@
 """A worker's local tensors seen as units: views of each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from recovery.state.layout import ShardId, TensorSpec, units_by_tensor
+from recovery.state.layout import ITEM_BYTES_BY_DTYPE, ShardId, TensorSpec, units_by_tensor
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
+    name: getattr(torch, name) for name in ITEM_BYTES_BY_DTYPE
 }
 
 

@@ -1,7 +1,5 @@
 """Storage URIs, parsed: each names exactly one place, or is refused."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -12,8 +12,6 @@ A writer that died leaves its claim behind; it counts for `STALE_S`, longer than
 living writer takes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import time

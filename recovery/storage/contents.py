@@ -1,7 +1,5 @@
 """Reads of a stored object: into several pieces of memory, and compared with expected bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 

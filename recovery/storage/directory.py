@@ -3,8 +3,6 @@
 It is on NFS, FSx, or the local disk of a one-machine run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -3,8 +3,6 @@
 Each error names the place, the problem and the remedy, and can be pickled across processes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from recovery.errors import RecoveryError

@@ -1,7 +1,5 @@
 """Opening of a storage by its URI."""
 
-from __future__ import annotations
-
 import os
 
 from recovery.storage.address import DirectoryAddress, parse_address

@@ -3,8 +3,6 @@
 An object of such a name was put by this package, although none of its content may be there yet.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 

@@ -3,8 +3,6 @@
 A payload can be read from any offset, so that its parts are sent in parallel.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate

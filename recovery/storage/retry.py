@@ -1,7 +1,5 @@
 """Retries of failed requests: a pure schedule, and the log messages of a storage's waits."""
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

@@ -4,8 +4,6 @@
 objects and parts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -6,8 +6,6 @@ first request is a HeadBucket, whose answer names it, and botocore's region redi
 later requests for that region. Data and checkpoints both read through this module.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

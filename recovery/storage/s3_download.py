@@ -1,7 +1,5 @@
 """Ranged GETs from an S3 bucket into memory."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """boto3's failures as ours: which are worth another try, and what each means to a person."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import re

@@ -8,8 +8,6 @@ socket, with the CRC-32C that S3 checks. Measured against boto3 and AWS's CRT cl
 `scripts/benchmarks/recovery/storage_throughput.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import io

@@ -1,7 +1,5 @@
 """Uploads to an S3 bucket: by one request, or in parallel parts."""
 
-from __future__ import annotations
-
 import contextlib
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator

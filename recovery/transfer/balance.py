@@ -8,8 +8,6 @@ processing time rule, Graham 1969, SIAM J. Appl. Math. 17(2)). The result carrie
 too.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

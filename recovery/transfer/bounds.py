@@ -3,8 +3,6 @@
 No choice of sources beats it, given the tiers' order and the links.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ what it has at many times that. So threads only copy out of the file, in large p
 device computes the checksums of what has arrived.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 They go from pinned memory, on a stream of their own.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Sequence

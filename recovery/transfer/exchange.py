@@ -10,8 +10,6 @@ end. The receiver believes the schedule's checksum if there is one. The sender's
 damage on the way to shards that have no snapshot yet; others are checked once, where they arrive.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 One number per node and direction.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,15 +27,9 @@ class LinkRates:
     network_by_node: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rates = {
-            "memory_bytes_per_s": self.memory_bytes_per_s,
-            "disk_bytes_per_s": self.disk_bytes_per_s,
-            "network_bytes_per_s": self.network_bytes_per_s,
-            "s3_bytes_per_s": self.s3_bytes_per_s,
-        }
-        for name, rate in rates.items():
-            _require_positive(name, rate)
-
+        for kind in ("memory", "disk", "network", "s3"):
+            name = f"{kind}_bytes_per_s"
+            _require_positive(name, getattr(self, name))
         for node, rate in self.network_by_node.items():
             _require_positive(f"speed of {node}", rate)
 

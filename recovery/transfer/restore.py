@@ -6,8 +6,6 @@ byte is checked before it is used. A source that fails or gives wrong bytes is r
 one that the schedule names.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

@@ -9,8 +9,6 @@ A node fetches a shard once and passes it on to its other workers. A shard that 
 is passed on between them if its holders' links would be the slowest.
 """
 
-from __future__ import annotations
-
 import pickle
 import zlib
 from collections.abc import Collection, Iterable, Mapping

@@ -3,8 +3,6 @@
 It shows whose node is slow, and how slow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Sources that a shard may come from, nearest first, by the set of its holders."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from recovery.state.holdings import Source

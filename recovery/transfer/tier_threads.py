@@ -1,7 +1,5 @@
 """Threads of one restore's reads: a pool for each tier, and fetches cut to keep them busy."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

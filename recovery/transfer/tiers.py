@@ -3,8 +3,6 @@
 Tiers are its node's memory and disk, a peer's agent, and durable storage.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence

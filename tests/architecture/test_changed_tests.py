@@ -1,7 +1,5 @@
 """`scripts/changed_tests.py` names every test that a change can break."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Deciding functions are generators: one that is called without `yield from` decides nothing."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 change what they say they change.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections import Counter

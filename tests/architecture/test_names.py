@@ -1,7 +1,5 @@
 """One public name of a module means one thing in the whole product."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from pathlib import Path

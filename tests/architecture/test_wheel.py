@@ -1,7 +1,5 @@
 """The wheel holds everything that the commands need, outside the source tree."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`autohet checkpoint`: exit codes, one document with --json, one line for a mistake."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 very code that a GPU gets.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

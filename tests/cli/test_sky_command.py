@@ -1,7 +1,5 @@
 """`autohet sky`: task files and prices without a cloud, and one line for a mistake."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

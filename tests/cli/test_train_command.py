@@ -2,8 +2,6 @@
 nothing started or printed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -2,8 +2,6 @@
 node that leaves.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@ writes, what it refuses, and what Ray's launcher makes of the file. That `ray up
 from it: tests/cluster/test_aws_launch.py.
 """
 
-from __future__ import annotations
-
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ What that cannot show, and what stands in for it: `tests/harness/aws_machines.py
 `slow`; its record is scripts/benchmarks/results/aws_launch.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """scripts/aws/run ends the cluster with the job; scripts/aws/check asks before any purchase."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -2,8 +2,6 @@
 curl and a uv that write down how they are called. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -2,8 +2,6 @@
 without a next one, a stop ends them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -2,8 +2,6 @@
 slow, submitted again, continued.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Ray drains a node, or EC2's instance metadata tells the node of its end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

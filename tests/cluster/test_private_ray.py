@@ -2,8 +2,6 @@
 by its end. And two jobs on one cluster: the second waits and names the first.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

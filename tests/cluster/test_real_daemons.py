@@ -2,8 +2,6 @@
 and a Ray head with scripts/aws/autostop.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -2,8 +2,6 @@
 fleet under another plan.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 that is killed in the end.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

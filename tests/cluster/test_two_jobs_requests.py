@@ -1,7 +1,5 @@
 """Two drivers on one real cluster: requests add up, a killed one's end, and GPUs have users."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Worker processes of the tests' raylets come from a fork server and look like Ray's own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

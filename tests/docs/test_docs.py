@@ -1,7 +1,5 @@
 """The documentation's jobs load, its commands parse, and its reference covers every key."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -2,8 +2,6 @@
 the same processes where they do not.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

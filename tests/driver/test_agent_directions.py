@@ -2,8 +2,6 @@
 it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from autohet.control.planning.agent_gc import AgentGc

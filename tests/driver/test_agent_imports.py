@@ -1,7 +1,5 @@
 """What a node's agent imports: every node waits for it, and its memory stays for the whole run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

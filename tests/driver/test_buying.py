@@ -2,8 +2,6 @@
 a node at risk, no idle nodes.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the demonstration of fine-tuning makes on a machine without a network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

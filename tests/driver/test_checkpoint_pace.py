@@ -2,8 +2,6 @@
 the run measures.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a job and its cluster are refused for, in one sentence, before anything waits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

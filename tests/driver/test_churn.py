@@ -2,8 +2,6 @@
 controller. The share of the time without a step is bounded.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

@@ -2,8 +2,6 @@
 breaks a promise.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

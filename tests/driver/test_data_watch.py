@@ -2,8 +2,6 @@
 everybody's data.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,8 +2,6 @@
 back, and whose price changes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

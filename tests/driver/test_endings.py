@@ -2,8 +2,6 @@
 common; what is committed is made durable before an end.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,8 +2,6 @@
 best checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A run that cannot start leaves nothing that lives on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock

@@ -2,8 +2,6 @@
 that hold steps of the job.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 due.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Deadlines and budgets: the fleet that is bought, the end before the budget, quotes."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -2,8 +2,6 @@
 its cause.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock

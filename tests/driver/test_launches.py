@@ -2,8 +2,6 @@
 it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace

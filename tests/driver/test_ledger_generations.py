@@ -1,7 +1,5 @@
 """What a ledger keeps when one generation follows another."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

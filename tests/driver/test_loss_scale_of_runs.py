@@ -2,8 +2,6 @@
 of the next generation or the next driver.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

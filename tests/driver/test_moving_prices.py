@@ -1,7 +1,5 @@
 """Prices that move while a job trains: the bound is held, and the cheapest fleet followed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

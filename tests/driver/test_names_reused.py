@@ -2,8 +2,6 @@
 nothing, and a driver that is started again reads no old line as a new one.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is asked of Ray's autoscaler is what Ray's own scheduler launches."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
@@ -13,20 +11,14 @@ import yaml
 from autohet.driver.ray.requests.node_requests import (
     NodeRequest,
     node_request,
-    prepare_types,
-    schedule_launches,
 )
 from planner.errors import ConfigError
 from planner.inputs.cluster import Cluster, cluster_from_document
 from planner.inputs.cluster_documents import read_cluster_yaml
+from tests.harness.launches import schedule_launches, standing_nodes
 
 CONFIGS = Path(__file__).parents[2] / "cluster_configs"
 SHIPPED = ["aws-mixed-spot", "aws-p5-p4d", "aws-cheap-spot", "kuberay-raycluster"]
-
-
-def standing(document: dict[str, Any]) -> dict[str, int]:
-    types = prepare_types(document)
-    return {name: entry["min_workers"] for name, entry in types.items() if entry["min_workers"]}
 
 
 def fleets(cluster: Cluster) -> list[dict[str, int]]:
@@ -42,7 +34,7 @@ def test_every_fleet_of_a_shipped_file_is_launched_as_it_is_meant(name: str) -> 
     cluster = cluster_from_document(document)
     for counts in fleets(cluster):
         request = node_request(cluster, document, counts)
-        assert schedule_launches(document, request) == standing(document) | counts, counts
+        assert schedule_launches(document, request) == standing_nodes(document) | counts, counts
 
 
 AWS = {"type": "aws", "region": "us-east-1"}

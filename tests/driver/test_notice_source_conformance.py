@@ -1,7 +1,5 @@
 """One conformance test for every source of notices: see `NoticeSource`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

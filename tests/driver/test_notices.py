@@ -1,7 +1,5 @@
 """Notices of several sources about one node become one."""
 
-from __future__ import annotations
-
 import pytest
 
 from autohet.control.values.observation import Notice

@@ -1,7 +1,5 @@
 """Runs on one workstation: whose GPUs are whose."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run expects of its fleet: by node type, from a prior and from what was seen."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

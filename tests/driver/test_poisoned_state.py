@@ -1,7 +1,5 @@
 """A restored state whose steps change no weights: the next older checkpoint is tried, once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 What is planned is what Ray launches and what is priced; what cannot be planned is one sentence.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

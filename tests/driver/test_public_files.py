@@ -4,19 +4,18 @@ What is planned is what Ray's own scheduler launches and what is priced; what ca
 refused by what it lacks.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from autohet.driver.ray.requests.node_requests import node_request, prepare_types, schedule_launches
+from autohet.driver.ray.requests.node_requests import node_request
 from planner.errors import ConfigError
 from planner.inputs.catalogue import instance_types
 from planner.inputs.cluster import Cluster, cluster_from_document
 from planner.inputs.cluster_documents import read_cluster_yaml, with_legacy_types
+from tests.harness.launches import schedule_launches, standing_nodes
 
 AWS = {"type": "aws", "region": "us-west-2", "availability_zone": "us-west-2a,us-west-2b"}
 GCP = {"type": "gcp", "region": "us-west1", "availability_zone": "us-west1-b", "project_id": None}
@@ -304,8 +303,7 @@ def test_what_is_planned_is_what_ray_launches_and_what_is_priced(name: str, tmp_
         part = 1.0 if row is None else kind.num_gpus / row.num_gpus
         price = None if row is None else row.usd_per_hour
         assert kind.usd_per_hour == (None if price is None else price * part)
-    types = prepare_types(document)
-    standing = {kind: entry["min_workers"] for kind, entry in types.items() if entry["min_workers"]}
+    standing = standing_nodes(document)
     for counts in whole_fleets(cluster, document.get("head_node_type")):
         request = node_request(cluster, document, counts)
         assert schedule_launches(document, request) == standing | counts, counts

@@ -2,8 +2,6 @@
 Ray's own endpoint serves them all.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -2,8 +2,6 @@
 readers find after a run that was resumed.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator, Mapping

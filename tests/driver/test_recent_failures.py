@@ -1,7 +1,5 @@
 """Counters that exclude a node decay: what failed thrice in weeks is not excluded for ever."""
 
-from __future__ import annotations
-
 from autohet.driver.ray.recent_failures import RecentFailures
 
 

@@ -2,8 +2,6 @@
 another event is left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,8 +2,6 @@
 strangers get nothing, and take nothing away from those with the secret.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import resource

@@ -2,8 +2,6 @@
 decides otherwise is shown.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

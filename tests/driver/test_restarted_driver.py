@@ -2,8 +2,6 @@
 and mixes no histories.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

@@ -1,7 +1,5 @@
 """Ray's result reads the very place that the job wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path

@@ -2,8 +2,6 @@
 another model's, a wreck.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 late with it is ended.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from autohet.control.job_state import Building, Quiescing, Training

@@ -1,7 +1,5 @@
 """A resumed run says what its learning rate does where keys of its schedule have changed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

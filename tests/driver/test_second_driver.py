@@ -2,8 +2,6 @@
 started again has patience with what may pass.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Two jobs on one Ray cluster: their requests, and nodes whose GPUs the other uses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SIMULATED jobs along price histories with jumps: the bound on the price is held."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -33,7 +31,6 @@ Rows = list[tuple[float, str, float]]
 TRACE = "time_s,node_type,num_nodes\n0,small,2\n0,pair,2\n"
 CSV_HISTORIES: dict[str, Rows] = {
     "a jump to ten times": [(0, "pair", 0.8), (0, "small", 0.5), (1, "pair", 8.0)],
-    "a jump and back": [(0, "pair", 0.8), (0, "small", 0.5), (1, "pair", 8.0), (3, "pair", 0.8)],
     "both beyond the bound": [(0, "pair", 0.8), (0, "small", 0.5), (1, "pair", 9), (1, "small", 4)],
     "a slow rise": [(0, "small", 0.5), *[(h / 2, "pair", 0.4 + 0.2 * h) for h in range(8)]],
     "a fall to nothing": [(0, "pair", 1.2), (0, "small", 1.0), (2, "small", 0.0)],

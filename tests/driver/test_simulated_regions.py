@@ -1,7 +1,5 @@
 """`autohet simulate --policies sky,one_region`: the supervisor of regions along a trace."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`autohet sky`: one region trains at a time; another goes on from the newest checkpoint."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

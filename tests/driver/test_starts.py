@@ -1,7 +1,5 @@
 """Pods and machines that start: neither refused nor bought twice, and what is overdue is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock

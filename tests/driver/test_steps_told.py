@@ -2,8 +2,6 @@
 that no event tells of have no loss.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

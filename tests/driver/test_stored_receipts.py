@@ -2,8 +2,6 @@
 by the next one, from the receipts that lie beside the files.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace

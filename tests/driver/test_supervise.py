@@ -1,7 +1,5 @@
 """A driver that is killed is started again; one that ends by itself, or is asked to, is not."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

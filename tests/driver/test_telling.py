@@ -2,8 +2,6 @@
 raises.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 from unittest.mock import Mock

@@ -2,8 +2,6 @@
 patience.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import fields
 

@@ -2,8 +2,6 @@
 is left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

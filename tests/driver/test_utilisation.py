@@ -1,7 +1,5 @@
 """Model FLOPs utilisation and memory of each GPU type, beside what was predicted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

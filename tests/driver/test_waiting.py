@@ -2,8 +2,6 @@
 no Ray, and a fake clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace

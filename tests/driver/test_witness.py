@@ -2,8 +2,6 @@
 and tells its loss.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What all runs that are struck share."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 a minute or two.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 from tests.harness.struck_run import Strike

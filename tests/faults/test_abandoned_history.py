@@ -2,8 +2,6 @@
 that two histories made.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A driver that dies while its workers train: they train on, and the next driver adopts them."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random strikes on real processes; scripts/benchmarks/recovery/chaos.py strikes 200 times."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The wall clock is set while a job runs: nobody is taken for dead, and no duration changes."""
 
-from __future__ import annotations
-
 import ast
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A newest checkpoint whose data is damaged: the job goes on from an older, intact one."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

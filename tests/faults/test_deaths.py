@@ -2,8 +2,6 @@
 losses stay those of an undisturbed run.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

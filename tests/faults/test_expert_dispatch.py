@@ -2,8 +2,6 @@
 sum; no step is lost, and the losses are those of one process.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

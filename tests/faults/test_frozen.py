@@ -3,8 +3,6 @@
 Frozen ones are cells of the fault matrix.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 message can be overtaken.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

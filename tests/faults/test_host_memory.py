@@ -1,7 +1,5 @@
 """Host memory that a killed test session, or a killed benchmark, leaves behind: none."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 sockets against the store, the report channel and peers; directories; damaged documents.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A node's disk that answers nothing for a while holds up no step, and no sign of life."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Deaths after which whole pipelines go on as they are, with the rows of the others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

@@ -2,8 +2,6 @@
 read from storage, nothing left.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Collection, Mapping

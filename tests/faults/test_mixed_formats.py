@@ -2,8 +2,6 @@
 on in the formats that the job names, with the scale of the step before.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Every bit equals that of an undisturbed run whose state stayed on the device. Th
 after the death needs no host memory, so the state moves back on the way.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 from the one before.
 """
 
-from __future__ import annotations
-
 import shutil
 import zlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Strikes while the next generation is prepared: it is dropped, and the run is not."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults that come one upon another, nodes that come back, many changes in a row."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

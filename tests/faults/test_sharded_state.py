@@ -6,8 +6,6 @@ Nothing is lost where the step was committed nowhere. The plan after a death nee
 anything: the state is laid out anew on the way.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

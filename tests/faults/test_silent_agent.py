@@ -1,7 +1,5 @@
 """An agent that does not answer: what all others keep is found nevertheless, in bounded time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 one that is kept, of the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 S3 through a proxy that misbehaves, damaged copies on every tier, full disks.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -2,8 +2,6 @@
 evaluates that step again, training loses nothing, and no figure is a difference of two clocks.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A worker dies while no driver is there: the others make the newest step durable by themselves."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

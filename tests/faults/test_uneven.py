@@ -2,8 +2,6 @@
 other shares, and in its own again.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 step at all workers, and of the newest.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

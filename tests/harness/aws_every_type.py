@@ -4,8 +4,6 @@ and prints the nodes once all are there.
 python -m tests.harness.aws_every_type
 """
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -2,8 +2,6 @@
 has it.
 """
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 from moto.core import DEFAULT_ACCOUNT_ID

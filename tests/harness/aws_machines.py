@@ -11,8 +11,6 @@ To be used inside a network, mount and process namespace of its own (`unshare`),
 everything along when it ends.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

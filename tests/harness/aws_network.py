@@ -1,7 +1,5 @@
 """A private subnet with a NAT gateway in an account's default network, as EFA nodes want one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

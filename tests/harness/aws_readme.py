@@ -2,8 +2,6 @@
 activated.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

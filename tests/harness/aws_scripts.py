@@ -1,7 +1,5 @@
 """Scripts of `scripts/aws`, as a user starts them but in this process, which has imported boto3."""
 
-from __future__ import annotations
-
 import functools
 import io
 import os

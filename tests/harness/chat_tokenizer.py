@@ -1,7 +1,5 @@
 """A small byte-level tokenizer with a chat template, in a directory as transformers saves it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

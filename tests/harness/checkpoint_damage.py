@@ -2,8 +2,6 @@
 journal, and the judgement of what the package makes of each.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Small metadata servers of Google and Azure, which refuse what the real ones refuse."""
 
-from __future__ import annotations
-
 import json
 import threading
 from datetime import UTC, datetime

@@ -5,8 +5,6 @@ One that is gone halts its peers, one that says nothing blocks them. Each live s
 history; an order that would mix two histories, or keep what is not there, is an AssertionError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 

@@ -2,8 +2,6 @@
 on the same storage.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

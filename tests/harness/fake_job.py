@@ -1,7 +1,5 @@
 """A job for the controller's tests: a tiny model on EMULATED GPUs of one speed, never trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from autohet.runtime.job import Job

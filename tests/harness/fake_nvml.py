@@ -5,8 +5,6 @@ It answers as the driver of devices whose counters, clocks, heat and events a te
 NVML's API reference, not after a card.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ have SkyPilot's keys. `world.json` in $FAKE_SKY: `capacity` (regions that give n
 `calls`, and `stuck` (clusters that `down` fails to terminate).
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -4,8 +4,6 @@ stops there and says so.
 The product has no hook but the trainer's phases, which it has for its own sake.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass

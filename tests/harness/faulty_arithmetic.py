@@ -1,7 +1,5 @@
 """Arithmetic of a faulty device: results of some operators with flipped bits."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any

@@ -2,8 +2,6 @@
 gives.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ An import of all that a worker runs costs 8 s of processor time. A forked proces
 signals and memory of its own, and the environment that its parent has at that moment.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Random fleets with T4 and V100 among newer GPUs, and jobs in bf16 on them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ A collection in a forked process would look at each object of its server's impor
 pages that hold them: 0.35 s of processor time and 125 MB for each process.
 """
 
-from __future__ import annotations
-
 import gc
 
 gc.collect()

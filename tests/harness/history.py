@@ -7,8 +7,6 @@ worker replaces it by `next_history(itself, generation)`: layers that went the s
 and the way can be told from a run's events.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@ the process that owns them, SIGKILL included: host memory that nobody owns is lo
 starts again.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """An HTTP proxy in front of an S3 endpoint; a subclass answers requests or passes them on."""
 
-from __future__ import annotations
-
 import http.client
 import re
 import ssl

@@ -4,8 +4,6 @@ prints as JSON when the script takes the head for used.
 unshare --net --pid --fork --kill-child --mount-proc python -m tests.harness.idle_head DIRECTORY
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 shared memory.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -2,8 +2,6 @@
 a GPU fails.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

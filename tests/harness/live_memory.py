@@ -2,8 +2,6 @@
 on any device.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """A storage in this process's memory: what thousands of damaged checkpoints are tried on."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator
 

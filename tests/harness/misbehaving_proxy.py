@@ -2,8 +2,6 @@
 bodies, as a test says.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Specs of small models, each counted once a process."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """File systems of a test's own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

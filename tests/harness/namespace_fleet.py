@@ -1,7 +1,5 @@
 """A fleet of processes whose nodes are on a network of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

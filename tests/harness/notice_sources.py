@@ -2,8 +2,6 @@
 something, and how to offend it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

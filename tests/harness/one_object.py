@@ -1,7 +1,5 @@
 """Base of fakes that are workers, agents and autoscaler of a workforce in one object."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

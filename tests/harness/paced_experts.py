@@ -5,8 +5,6 @@ sleeps for its own part: attention by its share of the heads, experts by the tok
 router sends to its own experts. Ranks wait for each other in the real sums of each block.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 predicted of a step, and what it takes.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Mapping, Sequence

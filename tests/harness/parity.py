@@ -3,8 +3,6 @@
 Tolerance, fp32: losses 2e-5 relative; weights 2e-5 of the largest weight of the tensor.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

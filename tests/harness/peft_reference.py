@@ -1,7 +1,5 @@
 """Adapters by peft itself, in one process: what every plan is held against."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch.nn.functional as F

@@ -5,8 +5,6 @@ A node is an agent and its workers; it dies when they are all killed, and takes 
 along. Whatever the fleet started it can kill, freeze and thaw, and knows by id.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import secrets

@@ -2,8 +2,6 @@
 tracebacks.
 """
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 `FaultyWorkforce` knows to be true.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ The keys, and the values that decide more than a size, are those of the files as
 are shrunk by `shrunk`. `EXPECTED_REFUSALS` names the files that no family here can train.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from autohet.runtime.models.layers.experts import EXPERT_COUNTS

@@ -2,8 +2,6 @@
 plans, with their values of what changes the mathematics.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 PUBLISHED_DECODERS: dict[str, dict[str, Any]] = {

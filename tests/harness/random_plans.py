@@ -1,7 +1,5 @@
 """Hypothesis strategies: any plan that the runtime must be able to run."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -4,8 +4,6 @@ The fleet of processes serves the product's agent without Ray around it. A bare 
 Ray, and 75 MB of wheels would have to travel there for two decorators.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace

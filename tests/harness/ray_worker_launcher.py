@@ -5,8 +5,6 @@ signals on and ends as the worker ends. It imports little, since that is its pur
 wants an environment of its own is started as Ray starts it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

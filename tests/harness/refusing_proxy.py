@@ -4,8 +4,6 @@ A rule sees a request and answers for the server, or lets it pass. Codes and sen
 S3's "Error responses" page.
 """
 
-from __future__ import annotations
-
 import hashlib
 import ssl
 import time

@@ -2,8 +2,6 @@
 answered later.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Nodes with real snapshots, stores and servers, and workers as threads that restore from them."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

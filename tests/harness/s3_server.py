@@ -2,8 +2,6 @@
 process.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ IAM enforced.
 rclone and SeaweedFS verify signatures (V4). rclone ignores conditional puts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

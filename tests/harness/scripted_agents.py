@@ -2,8 +2,6 @@
 answers.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 when a test says so.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which cases of a grid run in CI; the others are marked slow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the processes of a fleet serve: the product's worker and agent, without Ray around them."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

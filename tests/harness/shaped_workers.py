@@ -1,7 +1,5 @@
 """Workers on links of limited speed: a process each, in the network namespace of its node."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta

@@ -5,8 +5,6 @@ unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.har
 DIRECTORY
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

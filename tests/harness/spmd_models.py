@@ -3,8 +3,6 @@
 MLP, ViT-like, decoder stacks of the library, a top-2 mixture of experts.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Random derivable programs, and how they are run on gloo processes beside one device."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence

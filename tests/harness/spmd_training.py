@@ -2,8 +2,6 @@
 process.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -12,8 +12,6 @@ Each layer has a `history` beside its weights, which nothing reads and whose gra
 `tests.harness.history` lets it tell by which generations its state was made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 show its state.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import threading

@@ -2,8 +2,6 @@
 judge its orders by.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 

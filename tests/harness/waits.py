@@ -1,7 +1,5 @@
 """Waits that end only when something is broken: their limit is for hangs, not for slow machines."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from datetime import timedelta

@@ -3,8 +3,6 @@
 python -m tests.harness.warm_autohet train --job job.yaml
 """
 
-from __future__ import annotations
-
 import sys
 
 from autohet.cli.main import main

@@ -2,8 +2,6 @@
 session's server.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider

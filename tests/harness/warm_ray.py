@@ -6,8 +6,6 @@ here. The worker has the launcher's environment, directory and output; its proce
 and its signals are its own. A launcher that is killed takes its worker along.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib

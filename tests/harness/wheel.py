@@ -1,7 +1,5 @@
 """Builds the product's wheel and unpacks it, as an installation without its dependencies."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

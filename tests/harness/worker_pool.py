@@ -2,8 +2,6 @@
 freeze and talk to each while it works.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -5,8 +5,6 @@ Losses and adapters of 6 steps, 3 on one plan, in fp32, within 2e-5 (relative; o
 weight of the tensor). Frozen weights keep their bits over all fleets.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import replace

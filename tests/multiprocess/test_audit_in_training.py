@@ -2,8 +2,6 @@
 named, and that an audit changes nothing of the training.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace

@@ -2,8 +2,6 @@
 the losses and weights of plain transformers in one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

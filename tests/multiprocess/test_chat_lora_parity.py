@@ -4,8 +4,6 @@ in the middle, equal TRL's SFTTrainer with peft on the same rows.
 Losses and adapters of 6 steps, fp32, within 2e-5 (relative; of the largest weight of the tensor).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

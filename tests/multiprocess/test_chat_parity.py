@@ -3,8 +3,6 @@
 Losses and weights of 6 steps, fp32, within 2e-5 (relative; of the largest weight of the tensor).
 """
 
-from __future__ import annotations
-
 import itertools
 import signal
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ and of one worker.
 Losses of 3 steps within 2e-5, weights within 2e-5 of the largest of the tensor, in fp32.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

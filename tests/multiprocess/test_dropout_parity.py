@@ -2,8 +2,6 @@
 those of one worker.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

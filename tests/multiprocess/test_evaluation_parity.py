@@ -2,8 +2,6 @@
 training that does not notice it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import signal

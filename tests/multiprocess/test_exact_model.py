@@ -2,8 +2,6 @@
 worker's.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

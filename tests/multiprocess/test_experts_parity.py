@@ -1,7 +1,5 @@
 """Mixtures of experts on any plan: losses, weights and router biases of plain transformers."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -2,8 +2,6 @@
 the plan, and an overflow costs no weight.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ Plan: a pipeline of two stages, the first with TP 2, beside a one-stage pipeline
 wait occurs: stage to stage, tensor-parallel, gradient sync, vote.
 """
 
-from __future__ import annotations
-
 import itertools
 import signal
 import time

@@ -2,8 +2,6 @@
 overlap with backward passes.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -2,8 +2,6 @@
 of plain transformers in one process.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

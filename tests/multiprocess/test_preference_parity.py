@@ -4,8 +4,6 @@ DPOTrainer with peft's adapters on the same rows.
 Losses and adapters of 6 steps, fp32, within 2e-5 (relative; of the largest weight of the tensor).
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

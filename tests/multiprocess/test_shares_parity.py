@@ -1,7 +1,5 @@
 """Stages whose ranks have unlike parts (heads, vocabulary, sequence) equal plain transformers."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -2,8 +2,6 @@
 device, in double precision.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -2,8 +2,6 @@
 tests/faults/test_deaths.py.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.harness.processes import run_distributed

@@ -2,8 +2,6 @@
 gradients, unit by unit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

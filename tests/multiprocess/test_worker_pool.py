@@ -1,7 +1,5 @@
 """A case that fails leaves the next one a pool in which nothing of it lives on."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

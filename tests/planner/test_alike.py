@@ -1,7 +1,5 @@
 """Plans that are equal but for the names of equal nodes share one judgement in a walk."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

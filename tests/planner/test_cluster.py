@@ -7,6 +7,7 @@ import json
 import pytest
 
 from planner.errors import ConfigError
+from planner.inputs.autoscaling import autoscaling_config
 from planner.inputs.catalogue import (
     canonical_gpu_type,
     find_gpu_type,
@@ -305,21 +306,18 @@ def _type(instance, **more):
 
 def _ray_allows(document, counts):
     """Whether Ray's own scheduler launches so many beside what stands."""
-    from autohet.driver.ray.requests.node_requests import (
-        NodeRequest,
-        prepare_types,
-        schedule_launches,
-    )
+    from autohet.driver.ray.requests.node_requests import NodeRequest, simulate_launches
 
     labelled = copy.deepcopy(document)
     for name, entry in labelled["available_node_types"].items():
         entry["labels"] = {"type": name}
     names = [name for name, count in counts.items() for _ in range(count)]
-    gpus = {name: prepare_types(labelled)[name]["resources"]["GPU"] for name in counts}
+    config = autoscaling_config(labelled)
+    gpus = {name: config.types[name].resources["GPU"] for name in counts}
     request = NodeRequest(
         tuple({"GPU": gpus[name]} for name in names), tuple({"type": name} for name in names)
     )
-    found = schedule_launches(labelled, request)
+    found = simulate_launches(config, request)
     return all(found.get(name, 0) >= count for name, count in counts.items() if name != "head")
 
 

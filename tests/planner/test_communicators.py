@@ -2,8 +2,6 @@
 its group.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Drafts of jobs that want every layer on two nodes, on fleets with single nodes of a type."""
 
-from __future__ import annotations
-
 import pytest
 
 from planner.plans.redundancy import redundancy

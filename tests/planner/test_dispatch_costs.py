@@ -1,7 +1,5 @@
 """Ways of tokens to experts: what each costs, which is chosen, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

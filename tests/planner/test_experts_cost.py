@@ -1,7 +1,5 @@
 """What experts cost beyond their FLOPs: tiles, weights, and ranks that hold most of the load."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from statistics import fmean

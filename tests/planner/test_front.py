@@ -1,7 +1,5 @@
 """A front is that of every fleet searched in full, though few fleets are."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

@@ -1,7 +1,5 @@
 """GPU types by the names that NVML and PyTorch give cards of ten years (2016 to 2026)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

@@ -1,7 +1,5 @@
 """KubeRay's documents as KubeRay and Ray mean them, in forms that public files have."""
 
-from __future__ import annotations
-
 import copy
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stages that route tokens to experts on unlike GPUs: proposed with all-to-all, where they pay."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Sequence

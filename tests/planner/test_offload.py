@@ -1,7 +1,5 @@
 """Optimizer state in host memory as the planner's last resort: savings, costs, and limits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The README's pair, gpt2.yaml on aws-mixed-spot.yaml: budgets give the answer of no budget."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

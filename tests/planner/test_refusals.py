@@ -1,7 +1,5 @@
 """What a refusal says of memory: true sums, and remedies that are not in use already."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stages that route tokens to experts have GPUs of one type; dense stages may mix them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

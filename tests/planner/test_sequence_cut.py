@@ -1,7 +1,5 @@
 """Sequence parallelism as the planner's last resort: what fits by it alone is planned with it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

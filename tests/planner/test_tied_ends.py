@@ -1,7 +1,5 @@
 """Plans of models with tied embeddings: both ends of a pipeline lie where their sum is short."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

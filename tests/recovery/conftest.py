@@ -2,8 +2,6 @@
 that the conformance suite runs on.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A node's store over its directories: what it finds, spills, takes in, removes, and survives."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

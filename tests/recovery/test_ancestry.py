@@ -1,7 +1,5 @@
 """Which copies are of one history: neither their steps nor the order of generations says it."""
 
-from __future__ import annotations
-
 import pytest
 
 from recovery.state.ancestry import Ancestry, Descent

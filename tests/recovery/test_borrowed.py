@@ -1,7 +1,5 @@
 """Reading of live state on a device, by streams and events that note what is asked of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

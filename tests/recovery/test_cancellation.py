@@ -2,8 +2,6 @@
 and leave nothing behind.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -2,8 +2,6 @@
 loads.
 """
 
-from __future__ import annotations
-
 import copyreg
 import io
 import json

@@ -2,8 +2,6 @@
 reads; and no older step is called the newest.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.harness.checkpoint_damage import Judge, damages, sample, small_storage

@@ -1,7 +1,5 @@
 """The Triton kernel of checksums: through Triton's interpreter on a CPU, and itself on a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

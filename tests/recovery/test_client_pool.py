@@ -2,8 +2,6 @@
 that none is left.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading

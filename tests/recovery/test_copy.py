@@ -1,7 +1,5 @@
 """Copies of checkpoints to another storage: whole, checked, with their history, or not at all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

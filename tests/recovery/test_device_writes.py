@@ -2,8 +2,6 @@
 any mixture of sources and faults.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Directories as file servers, mounted buckets and people leave them."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What follows from who holds what: restorable steps, lineage, sole holders, diverged replicas."""
 
-from __future__ import annotations
-
 import pytest
 
 from recovery.errors import NotRestorable

@@ -2,8 +2,6 @@
 that know nothing of each other.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil
@@ -34,7 +32,7 @@ from recovery.checkpoint.journal import (
     entry_name,
     read_ancestry,
 )
-from recovery.checkpoint.lease import DriverLease, Holder, LeaseKeeper
+from recovery.checkpoint.lease import DriverLease, LeaseKeeper
 from recovery.checkpoint.retention import apply_retention, remove_orphans
 from recovery.state.ancestry import Ancestry, Descent
 from recovery.storage.errors import StorageError
@@ -296,8 +294,8 @@ def test_a_driver_that_died_on_this_machine_is_not_waited_for(storage: Storage) 
     assert waits == []
 
 
-def test_a_process_id_that_was_given_again_is_another_process() -> None:
-    mine = Holder.this()
+def test_a_process_id_that_was_given_again_is_another_process(storage: Storage) -> None:
+    mine = DriverLease(storage, 60.0).holder
     assert not mine.is_dead
     assert msgspec.structs.replace(mine, started="1").is_dead
     assert not msgspec.structs.replace(mine, started="1", boot="another machine").is_dead

@@ -2,8 +2,6 @@
 written, afterwards.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

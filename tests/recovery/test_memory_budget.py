@@ -2,8 +2,6 @@
 file system that is too small.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

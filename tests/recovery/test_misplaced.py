@@ -2,8 +2,6 @@
 refuses them by name, or is right.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Snapshot directories go with the process that they belong to, and never before."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator
@@ -10,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from recovery.local.owner import NOTE, Owner, ancestor_named, claim_directory, remove_ownerless
+from recovery.local.owner import NOTE, ancestor_named, claim_directory, remove_ownerless
 from recovery.local.snapshot import SnapshotWriter
-from recovery.process_identity import boot_id, process_start
+from recovery.process_identity import ProcessIdentity, boot_id, process_start
 from tests.harness.state_cases import placed, tensors_of
 
 
@@ -47,7 +45,7 @@ def test_a_directory_goes_once_its_owner_is_dead(
 def test_a_process_id_that_was_given_again_is_another_owner(tmp_path: Path) -> None:
     directory = tmp_path / "run" / "node"
     claim_directory(directory, os.getpid())
-    owner = Owner(boot=boot_id(), process_id=os.getpid(), started="1")
+    owner = ProcessIdentity(boot=boot_id(), process_id=os.getpid(), started="1")
     (directory / NOTE).write_bytes(msgspec.json.encode(owner))
     assert remove_ownerless(tmp_path) == [directory]
     assert not directory.parent.exists()
@@ -67,7 +65,7 @@ def test_an_owner_of_another_system_may_live(tmp_path: Path) -> None:
     """Another machine's, on a disk that both see, or another container's."""
     directory = tmp_path / "run" / "node"
     claim_directory(directory, os.getpid())
-    owner = Owner(boot="another", process_id=os.getpid(), started="1")
+    owner = ProcessIdentity(boot="another", process_id=os.getpid(), started="1")
     (directory / NOTE).write_bytes(msgspec.json.encode(owner))
     assert remove_ownerless(tmp_path) == []
 

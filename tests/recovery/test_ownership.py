@@ -2,8 +2,6 @@
 they are.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

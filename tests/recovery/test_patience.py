@@ -2,8 +2,6 @@
 checkpoints, within a bound, and nobody waits after the caller has given up.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -2,8 +2,6 @@
 nothing of theirs is believed, nothing hangs. Needs root, to become another user.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import struct

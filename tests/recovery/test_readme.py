@@ -1,7 +1,5 @@
 """The examples of the README, run as they stand, one after the other."""
 
-from __future__ import annotations
-
 import re
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every error of recovery's own crosses a process and says what happened."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

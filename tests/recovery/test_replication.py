@@ -2,8 +2,6 @@
 full or slow.
 """
 
-from __future__ import annotations
-
 import errno
 import threading
 import time

@@ -2,8 +2,6 @@
 bytes.
 """
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

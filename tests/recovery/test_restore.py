@@ -2,8 +2,6 @@
 state known beforehand.
 """
 
-from __future__ import annotations
-
 import gc
 import pickle
 import threading

@@ -2,8 +2,6 @@
 old.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

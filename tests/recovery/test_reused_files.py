@@ -1,7 +1,5 @@
 """A file that is there already is taken for a checkpoint only if it has the content."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Clients of one process share botocore's descriptions of services, and nothing else."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

@@ -2,8 +2,6 @@
 or one true sentence says at the start what to do.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -2,8 +2,6 @@
 configured, as on a new EC2 node.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager

@@ -2,8 +2,6 @@
 them, proxies.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

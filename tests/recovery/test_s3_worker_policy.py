@@ -1,7 +1,5 @@
 """The shipped policy of a worker, enforced by moto's IAM."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Shards over TCP: whole or refused, from peers that are slow, wrong, hostile or gone."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import socket

@@ -1,7 +1,5 @@
 """`.metadata` is that of the committed manifest, whoever dies when, and another program's stays."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

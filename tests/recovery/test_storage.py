@@ -1,7 +1,5 @@
 """One conformance suite for every storage, then what is special to each."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Each URI names exactly one place, or is refused with a remedy."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from itertools import combinations
 from pathlib import Path

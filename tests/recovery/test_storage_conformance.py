@@ -1,7 +1,5 @@
 """The conformance check fails each storage that would fail in a run."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Properties of the transfer schedule, checked against the holdings themselves."""
 
-from __future__ import annotations
-
 import pickle
 from itertools import pairwise
 from random import Random

@@ -2,8 +2,6 @@
 state that has moved on.
 """
 
-from __future__ import annotations
-
 import pickle
 import threading
 import weakref

@@ -2,8 +2,6 @@
 one's are read.
 """
 
-from __future__ import annotations
-
 import json
 import tarfile
 import zlib

@@ -1,7 +1,5 @@
 """Plans of adapters: what is frozen takes its stored format, and no gradient of its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

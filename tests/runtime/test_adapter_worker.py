@@ -2,8 +2,6 @@
 the run's origin, once a process.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from dataclasses import replace

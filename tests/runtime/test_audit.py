@@ -2,8 +2,6 @@
 named, and which faults of a device they see.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

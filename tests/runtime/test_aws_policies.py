@@ -1,7 +1,5 @@
 """The shipped IAM policies: a stolen head or spot node changes nothing of others."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from importlib.machinery import SourceFileLoader

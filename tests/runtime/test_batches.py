@@ -1,7 +1,5 @@
 """Batches that are read ahead are the batches, and the schedule's pattern is foreseen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

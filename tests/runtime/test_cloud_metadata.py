@@ -1,7 +1,5 @@
 """Google's and Azure's metadata as the node's agent reads them, beside EC2's."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 what real workers put there.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -9,11 +9,8 @@ from datetime import UTC, datetime
 import pytest
 
 from autohet.driver.sources.node_signs import MetadataWatch
-from autohet.runtime.process.instance_metadata import (
-    InstanceMetadata,
-    InstanceNotice,
-    MetadataUnavailable,
-)
+from autohet.runtime.process.instance_metadata import InstanceMetadata
+from autohet.runtime.process.metadata_server import InstanceNotice, MetadataUnavailable
 from planner.errors import ConfigError
 from tests.harness.imds_server import ImdsServer
 

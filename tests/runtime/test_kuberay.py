@@ -2,8 +2,6 @@
 file, and SIGTERM as a notice.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

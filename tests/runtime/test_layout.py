@@ -2,8 +2,6 @@
 by element.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """The work of rows by the lengths of their documents, against counts of FLOPs."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The scale of gradients in fp16: a function of the committed steps alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

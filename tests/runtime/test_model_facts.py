@@ -1,7 +1,5 @@
 """Facts that planning derives from a model once: what they depend on, and what a store may do."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

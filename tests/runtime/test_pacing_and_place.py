@@ -2,8 +2,6 @@
 and where they lie on other nodes.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from dataclasses import replace

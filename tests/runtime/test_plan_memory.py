@@ -2,8 +2,6 @@
 in real steps.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a job's own cost model counts of a GPU's memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

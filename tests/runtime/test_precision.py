@@ -1,7 +1,5 @@
 """GPU types compute a job in its precision, or in fp16; types that may do neither are not used."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Code that a model's or tokenizer's repository brings never runs unless the job says so."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

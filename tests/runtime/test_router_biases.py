@@ -1,7 +1,5 @@
 """Routers' biases that counts of tokens move: a checkpoint holds them, and a restore goes on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

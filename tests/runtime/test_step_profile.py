@@ -1,7 +1,5 @@
 """A profiler trace of the steps that a job names, in the job's storage."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

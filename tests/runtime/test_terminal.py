@@ -1,7 +1,5 @@
 """Text of others on a terminal is text: no markup, no emoji codes, no control sequences."""
 
-from __future__ import annotations
-
 import ast
 import io
 import logging

@@ -4,8 +4,6 @@ a later generation holds.
 The product's worker, snapshots and orders with the exact model, one worker in this process.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -2,8 +2,6 @@
 goes on.
 """
 
-from __future__ import annotations
-
 from contextvars import ContextVar
 from dataclasses import fields
 from typing import Any

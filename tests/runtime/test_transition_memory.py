@@ -4,8 +4,6 @@ The real worker on counted devices, one thread each. What is small against a dev
 real one (messages under way) is made as small against these.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

@@ -1,7 +1,5 @@
 """A process without a driver: how long it lives, and whom it obeys when one comes back."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Machines of the duel on this one, and how they leave."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path

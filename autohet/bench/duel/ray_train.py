@@ -4,8 +4,6 @@ Both are the arms of Ray's own preemption benchmark. A notice is a drain of the 
 `ray.train.get_preemption_info` shows to the training loop.
 """
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`autohet bench recovery --duel`: elastic trainers under the same notices and kills."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

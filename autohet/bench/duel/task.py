@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from autohet.runtime.models.config import load_config
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.state.frozen import first_weights
 from autohet.runtime.step.batches import Batches
-from autohet.runtime.step.reference import reference_model
+from autohet.runtime.step.reference import adamw, reference_model
 from planner.inputs.documents import Document, Json
 
 MODEL: Json = {
@@ -77,8 +78,7 @@ class DuelTask:
 
     @classmethod
     def load(cls, directory: str) -> DuelTask:
-        document = json.loads(Path(directory, TASK_FILE).read_text())
-        return cls(**{**document, "leaving": tuple(document["leaving"])})
+        return msgspec.json.decode(Path(directory, TASK_FILE).read_bytes(), type=cls)
 
     def log_of(self, trainer: str) -> Path:
         """Return the file of a trainer's steps."""
@@ -169,13 +169,7 @@ class PlainModel:
         first = torch.load(task.path / START_FILE)
         self.task = task
         self.model = reference_model(load_config(job.model), iter(first.items()))
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=LEARNING_RATE,
-            betas=job.training.betas,
-            eps=job.training.eps,
-            weight_decay=0.0,
-        )
+        self.optimizer = adamw(self.model, job.training)
         self.rows = np.load(task.path / ROWS_FILE, mmap_mode="r")
 
     def part(self, step: int, rank: int, size: int) -> Tensor:

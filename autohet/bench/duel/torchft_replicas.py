@@ -5,8 +5,6 @@ replacement copies the state of one of them. Gradients are summed through the ma
 0.2.0 its wrapper of DistributedDataParallel raises AssertionError in the survivors of a death.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

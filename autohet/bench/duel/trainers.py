@@ -3,8 +3,6 @@
 `python -m autohet.bench.duel.trainers NAME DIRECTORY` runs one.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

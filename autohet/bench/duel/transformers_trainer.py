@@ -4,8 +4,6 @@ A notice is a SIGTERM to every worker, as Slurm and Kubernetes send it. The job 
 the machines that are there, from the checkpoint that the trainer saved.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -7,8 +7,6 @@ framed, checked or ordered. The time is that of the links or of the processor's 
 longer, so it bounds what a restore could reach on this machine.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

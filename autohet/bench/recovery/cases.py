@@ -3,8 +3,6 @@
 A scenario is the plans of a real model before and after a change.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 It is a function of each shard's name and of the step, so that any process can check it.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The recovery benchmark for people: a table on the terminal, and bars of seconds by part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Runs `autohet train` on an emulated fleet, with a notice, a death and an arrival
 trainer for comparison.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

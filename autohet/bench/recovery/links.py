@@ -5,8 +5,6 @@ disk, s3) that all its processes share. A transfer reserves its time on the lane
 sleeps until the last of them; reservations of one lane follow each other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

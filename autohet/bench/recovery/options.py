@@ -1,7 +1,5 @@
 """Options of `autohet bench recovery`, and the speeds of links in its document."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from recovery.transfer.links import LinkRates

@@ -5,8 +5,6 @@ so the baseline has one plain transformers model a worker, gloo, and a checkpoin
 optimizer every few steps. It measures the time without a step, and the steps that are run again.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

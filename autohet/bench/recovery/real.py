@@ -3,8 +3,6 @@
 Restores run over the links of this machine or over throttled ones.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

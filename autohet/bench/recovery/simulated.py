@@ -7,8 +7,6 @@ is an extrapolation. The other parts are stated constants. For comparison: AutoH
 1.49 to 4.38 times over Varuna (arXiv 2512.20953).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ throttled in software, all on one address; or the links of this machine, each no
 namespace of its own with its agent in a separate process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Each holds a known state, runs `recovery.transfer.restore` over gloo, agents, di
 checks every tensor that it got.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import multiprocessing.connection

@@ -7,8 +7,6 @@ one barrier to the next. Both clip by the global norm; the stock side takes Adam
 the device has one.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time
@@ -37,12 +35,11 @@ from autohet.runtime.facts.layout import layout_of_plan
 from autohet.runtime.groups import GenerationGroups, GroupTimeouts
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
-from autohet.runtime.models.parameter_spec import is_norm_or_bias
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.profiling.device_processes import run_in_processes
 from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
 from autohet.runtime.step.learning_rate import learning_rate
-from autohet.runtime.step.reference import reference_model
+from autohet.runtime.step.reference import adamw, reference_model
 from autohet.runtime.step.trainer import StageTrainer
 from planner.plans.plan import Pipeline, Plan, Stage
 
@@ -193,7 +190,7 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
 
     schedule = Schedule1F1B(stage, microbatches, loss_fn=loss, scale_grads=False)
     parameters = list(module.parameters())
-    optimizer = _adamw(module, job, device)
+    optimizer = adamw(model, training)
     rows = random_rows(job, device)
     share = training.global_batch_sequences // NUM_PIPELINES
     first_row = pipeline * share
@@ -221,31 +218,6 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
         return float(total) / num_targets
 
     return step
-
-
-def _adamw(module: nn.Module, job: Job, device: torch.device) -> torch.optim.AdamW:
-    """Return the optimizer of a stage; norms and biases have no weight decay."""
-    decayed = []
-    exempt = []
-    for path, part in module.named_modules():
-        for kind, parameter in part.named_parameters(recurse=False):
-            if is_norm_or_bias(part, f"{path}.{kind}"):
-                exempt.append(parameter)
-            else:
-                decayed.append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": decayed},
-        {"params": exempt, "weight_decay": 0.0},
-    ]
-    training = job.training
-    return torch.optim.AdamW(
-        groups,
-        lr=training.learning_rate,
-        betas=training.betas,
-        eps=training.eps,
-        weight_decay=training.weight_decay,
-        fused=device.type == "cuda" or None,
-    )
 
 
 def _clip(

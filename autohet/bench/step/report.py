@@ -7,8 +7,6 @@ Both sides do the same steps of the same job on random tokens in the same precis
 attention and the same setting of TF32; rounds alternate, so that a machine's load falls on both.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

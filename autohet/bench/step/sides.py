@@ -3,8 +3,6 @@
 Both train the same job on the same random tokens; a step of each is measured.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -3,8 +3,6 @@
 A slow tracker never holds up a tick, and a failing one never ends a run.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

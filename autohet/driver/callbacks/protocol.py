@@ -1,7 +1,5 @@
 """Protocol of everything that follows a run: trackers, metrics, reports, a user's own callbacks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Protocol
 

@@ -4,8 +4,6 @@ Ray's Prometheus endpoint serves them and `cluster_configs/grafana-dashboard.jso
 puts `ray_` before each name, and `_total` behind a counter's. All carry `job`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

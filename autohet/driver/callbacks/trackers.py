@@ -5,8 +5,6 @@ names its trackers in `trackers`; one that is not installed is left off, with a 
 Credentials come from the tracker's own environment variables or files: none pass through here.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

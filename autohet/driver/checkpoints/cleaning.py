@@ -1,7 +1,5 @@
 """Removal of checkpoints that are not kept, and of what earlier runs have left unfinished."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from contextlib import suppress

@@ -4,8 +4,6 @@ Owned threads write and read manifests and the journal of generations, so that t
 S3.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

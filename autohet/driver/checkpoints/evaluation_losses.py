@@ -3,8 +3,6 @@
 They lie beside the checkpoints, since a loss is often known only after its step is committed.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

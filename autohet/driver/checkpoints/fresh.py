@@ -1,7 +1,5 @@
 """Start of a run anew in a storage without a checkpoint (`autohet train --fresh`)."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import closing
 

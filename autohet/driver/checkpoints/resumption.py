@@ -3,8 +3,6 @@
 The storage holds nothing, a step to go on from, or the job's end.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Collection, Mapping

@@ -3,8 +3,6 @@
 A driver that is started again, on another machine too, goes on from them.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import asdict, dataclass

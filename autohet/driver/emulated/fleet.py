@@ -5,8 +5,6 @@ torch.distributed, the state, its loss and its recovery are real, and so are the
 dies here takes its host memory and its disk directory with it.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

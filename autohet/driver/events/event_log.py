@@ -3,8 +3,6 @@
 Each is also logged as a sentence.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Living nodes of a run, tracked by its events: their GPUs, zones and prices."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ nodes carry the bytes that the event `transfers` reports as sent. The share of t
 is that of a round of their generation (`replication` of the event `plan`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """Checks of a job's data, and of the job against its Ray cluster, before anything is started."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping

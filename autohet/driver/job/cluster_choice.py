@@ -1,7 +1,5 @@
 """Choice of the cluster that a job is given to."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -3,8 +3,6 @@
 These are its configuration and result types.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Deadline and budget of a job: checks before anything is bought, and what a run has spent."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """All that one run of a job has on the driver's side: controller, workforce and planner."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

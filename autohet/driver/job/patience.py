@@ -4,8 +4,6 @@ A restarted driver retries any error, since the same check passed when the first
 made it. An error of a storage that throttles or fails is retried at any start.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

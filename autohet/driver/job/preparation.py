@@ -1,7 +1,5 @@
 """Checks of a job, its storage and its cluster before a cluster is asked for anything."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -1,7 +1,5 @@
 """File system through which Ray's result reads a job's storage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from urllib.parse import urlsplit
 

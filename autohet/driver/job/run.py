@@ -1,7 +1,5 @@
 """Run of one job from start to end, on a Ray cluster or an emulated fleet."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

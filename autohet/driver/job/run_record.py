@@ -3,8 +3,6 @@
 `runs/<start>-<id>/` has events, logs, report and timeline.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time

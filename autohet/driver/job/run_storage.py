@@ -1,7 +1,5 @@
 """A run and its checkpoint storage: the facts that checkpoints carry, and what a resume takes."""
 
-from __future__ import annotations
-
 from autohet.control.job_memory import JobMemory
 from autohet.control.ledger.skipped_steps import SKIPPED_FROM
 from autohet.driver.checkpoints.cleaning import Retention

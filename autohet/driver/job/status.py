@@ -1,7 +1,5 @@
 """Reading of the statuses that running jobs publish, for `autohet status`."""
 
-from __future__ import annotations
-
 import time
 
 import ray

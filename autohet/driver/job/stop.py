@@ -1,7 +1,5 @@
 """Stop of a run from outside: by its driver if one is there, else by the workers themselves."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Ray's job supervisor makes it (ray/dashboard/modules/job/job_supervisor.py). Thi
 Ray, since the parent of a driver, which restarts it, uses it too.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 

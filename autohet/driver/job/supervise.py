@@ -6,8 +6,6 @@ finds the old one's lease dead (it was a process of the same machine) and adopts
 trained on meanwhile.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Planner searches in another process, so that the driver sees what happens meanwhile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar

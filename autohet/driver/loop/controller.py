@@ -3,8 +3,6 @@
 It alone has what is decided carried out.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -4,8 +4,6 @@ The seconds are those of the GPU type that the worker's node poses as, from the 
 profile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from autohet.control.planning.proposals import PlanProposal

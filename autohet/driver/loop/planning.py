@@ -1,7 +1,5 @@
 """Planner as one job uses it: a plan for a fleet, or the advice to stay as it is."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

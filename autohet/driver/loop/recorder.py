@@ -10,8 +10,6 @@ mappings the keys that differ, and which are `gone`), `answers` those of the pla
 the `state` that follows.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Names of a job's directories on its nodes, the same for all runs that resume one another."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

@@ -3,8 +3,6 @@
 In a thread other than the main one, signals are left alone.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import threading

@@ -9,8 +9,6 @@ word for. Floats are written so that they are read back to the bit. The same val
 same text, whatever the order of its sets.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import importlib

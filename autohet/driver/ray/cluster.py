@@ -4,8 +4,6 @@ With `drain`, this is the only module that uses undocumented parts of Ray (2.60)
 `get_draining_nodes` and the internal key-value store.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

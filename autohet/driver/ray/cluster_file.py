@@ -1,7 +1,5 @@
 """Cluster files as they are written, and what they say of an emulated fleet."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from planner.errors import ConfigError

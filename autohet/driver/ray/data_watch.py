@@ -3,8 +3,6 @@
 Logs their progress, and reports an error where a node's data differs from the run's.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping

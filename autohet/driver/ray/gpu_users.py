@@ -1,7 +1,5 @@
 """Other users of the GPUs on a job's nodes: Ray counts the GPUs, and these are the names."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 The socket listens on one address. The limit keeps strangers from filling the log.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import socket

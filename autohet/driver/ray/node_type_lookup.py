@@ -4,8 +4,6 @@ It comes from the node's labels or the cluster file. If the type is in neither, 
 asked.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import ray

@@ -3,8 +3,6 @@
 It keeps the job's nodes, the reports of agents and workers, the losses, and the notices that stand.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping, Set

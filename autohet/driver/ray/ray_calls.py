@@ -1,7 +1,5 @@
 """Ray's calls to agents without waiting, and descriptions of Ray's errors on dead actors."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Failures that count against a node or a worker for a limited time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Part that all actors of a run share: which run they are of, and whom they obey."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

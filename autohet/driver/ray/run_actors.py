@@ -4,8 +4,6 @@ They are detached actors in a namespace of the run. Every command to one carries
 driver (`recovery.checkpoint.epoch`), and lower epochs are refused.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Take-over of a run's living actors by its next driver."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -5,8 +5,6 @@ other fleet, so that the planner, the checks and the rehearsals need no special 
 not matter, since there is no second machine.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Nodes of a job as Ray lists them: which are in use, under which names, and which are refused."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable

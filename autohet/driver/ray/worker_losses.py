@@ -1,7 +1,5 @@
 """Losses of workers: processes that died, fell silent, froze, or never came up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Worker actors of a job: one process for each GPU in use, placed on its node."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

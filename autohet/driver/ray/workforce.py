@@ -3,8 +3,6 @@
 There is one agent actor per node, and one worker actor per GPU.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

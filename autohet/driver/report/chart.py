@@ -1,7 +1,5 @@
 """Curves as inline SVG."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Events of a run, read for its report."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 It has curves as inline SVG, and each change with its seconds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Pictures of a run's plans as inline SVG: who holds which layers in each generation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 

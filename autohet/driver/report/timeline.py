@@ -4,8 +4,6 @@ It shows steps, changes by part, and other events; restores, uploads and spills 
 copies on other nodes by node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writing of a run's report and timeline, by default next to its events."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Node types of a cluster file on which a job can train as one SkyPilot cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The `sky` command line: launch, status, queue and down, and nothing else of SkyPilot."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

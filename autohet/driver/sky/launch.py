@@ -3,8 +3,6 @@
 The one module of this package that `autohet sky` imports.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ one region has a cluster: before a launch all others are terminated, and a lease
 region's storage keeps a second supervisor away.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -4,8 +4,6 @@ Format: SkyPilot's "SkyPilot YAML" reference. A SkyPilot cluster has equal nodes
 of the cluster file is one entry of `any_of`, and SkyPilot launches the cheapest that it gets.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A worker's part of durable checkpoints: uploads in the background, and their receipts."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A worker's snapshots in its node's host memory, within the node's budget."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress

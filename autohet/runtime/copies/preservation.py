@@ -4,8 +4,6 @@ They are a snapshot in the node's memory after each step, the shards that its ag
 nodes, and its part of durable checkpoints, which is kept on the node's disk as well.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A worker's part of replication rounds: which snapshots its agent copies to other nodes."""
 
-from __future__ import annotations
-
 from autohet.runtime.copies.transfer_log import TransferLog
 from autohet.runtime.messages import GenerationOrder, StateTransfer, WorkerPlace
 from recovery.local.snapshot import SnapshotWriter, remove_older

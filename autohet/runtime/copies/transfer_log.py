@@ -1,7 +1,5 @@
 """Log of a worker's copies that have ended: uploads, replication rounds and spills to disk."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import replace

@@ -10,8 +10,6 @@ every layout, with or without sharding, and snapshots, copies, checkpoints and r
 depend on sharding.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

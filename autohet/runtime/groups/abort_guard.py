@@ -5,8 +5,6 @@ this process could end it. The driver of the job then sees the loss and starts a
 joins as a newcomer.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The host's clock gives only the time of a launch.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any, Protocol
 

@@ -4,8 +4,6 @@ Sums are in place, so one that a dead peer never joins leaves partial sums in a 
 As long as the gate is closed, whatever dies, the gradients of whole pipelines are whole.
 """
 
-from __future__ import annotations
-
 import threading
 
 import torch

@@ -9,8 +9,6 @@ later: four stages would wait for each other. Further sets of holders share the 
 (`planner.plans.communicators`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

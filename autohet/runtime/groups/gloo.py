@@ -8,8 +8,6 @@ exception: nothing wakes its waiter before its own deadline. Waits therefore run
 thread, which is abandoned then.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections import deque

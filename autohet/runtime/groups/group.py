@@ -1,7 +1,5 @@
 """Operations of process groups: which of them end for a device's stream, and which for the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ process may read the result or report it to others. On the CPU both are the same
 decides something waits on the host; all other code waits on the stream.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import ABC, abstractmethod

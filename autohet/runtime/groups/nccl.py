@@ -11,8 +11,6 @@ for, or silence. After an abort every operation counts as completed.
 147312), and `Work.wait` raises the error that it would return.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

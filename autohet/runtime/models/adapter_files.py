@@ -3,8 +3,6 @@
 A job goes on with it: rank, scale and targets are the files', and its matrices are the first ones.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile

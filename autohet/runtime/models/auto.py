@@ -4,8 +4,6 @@
 plan describes the operations of a decoder outside its blocks; the fields of a `Family` do.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

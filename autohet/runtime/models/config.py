@@ -1,7 +1,5 @@
 """Config of a job's model, as transformers reads it and as the stages need it."""
 
-from __future__ import annotations
-
 import copy
 import difflib
 import logging

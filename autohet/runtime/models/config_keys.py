@@ -4,8 +4,6 @@ The sets hold for the modules of `transformers`, which read the keys; a test com
 library's config classes and the attributes that its modules read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import logging

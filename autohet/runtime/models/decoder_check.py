@@ -1,7 +1,5 @@
 """Check that a model is a sequence of blocks that can be cut into stages."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Text of a library's error, for a message of one sentence."""
 
-from __future__ import annotations
-
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text, or its class's name if it has none."""

@@ -3,8 +3,6 @@
 A family is data about the library's own modules (transformers); no model code is rewritten here.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import json

@@ -6,8 +6,6 @@ Whole tensors come one layer at a time, so that every plan starts from the same 
 holds the whole model.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterator
 

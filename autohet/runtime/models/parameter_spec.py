@@ -1,7 +1,5 @@
 """Parameters of the whole model, and the units into which tensor parallelism cuts them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The rules cover names, tied heads and scales of fp8 weights. Every tensor in the
 known to be computed, logged, or refused.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -6,12 +6,10 @@ and gradients within TOLERANCE.
 Everything runs in this process on the CPU, with ranks in threads.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -78,14 +76,7 @@ class ProofCase:
         return self.error <= TOLERANCE
 
     def to_document(self) -> Document:
-        return {
-            "layers_by_stage": list(self.layers_by_stage),
-            "tp_degree": self.tp_degree,
-            "logits_error": self.logits_error,
-            "gradient_error": self.gradient_error,
-            "worst_parameter": self.worst_parameter,
-            "passed": self.passed,
-        }
+        return {**asdict(self), "passed": self.passed}
 
 
 @dataclass(frozen=True)

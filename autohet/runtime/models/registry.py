@@ -1,7 +1,5 @@
 """Families of this process by model type, and the names of their stages' parameters."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The library's model without storage."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Tensor-parallel group of threads in one process, with the sums of a real group."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

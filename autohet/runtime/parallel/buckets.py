@@ -9,8 +9,6 @@ AdamW then treats each element alike, whatever its neighbours (it would round th
 fewer than a vector, differently).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

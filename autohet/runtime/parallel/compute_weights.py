@@ -4,8 +4,6 @@ They are the masters themselves, copies of them in another dtype, or tensors tha
 before each step.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ allocator of pinned memory rounds up to powers of two. The host converts weights
 buffers anyway.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Check that gradient sums of groups in stream order may start during the last backward pass."""
 
-from __future__ import annotations
-
 from transformers import PreTrainedConfig
 
 from autohet.runtime.models.registry import family_of

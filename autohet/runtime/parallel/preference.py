@@ -11,8 +11,6 @@ n is the mean cross entropy of the tokens of the chosen answer and its prompt, a
 code and in TRL.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ nothing of it. Scales are powers of two: both conversions are exact unless fp16 
 underflows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -12,8 +12,6 @@ takes its own number and d more (it can send d gradients), and d wait in the cha
 `planner.plans.plan.check_plan` admits at most MOST_AHEAD more, which is less.
 """
 
-from __future__ import annotations
-
 from planner.plans.in_flight import one_each
 from planner.plans.plan import Pipeline
 from planner.plans.stage_order import stage_order

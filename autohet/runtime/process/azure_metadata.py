@@ -6,8 +6,6 @@ begins at once. Source: Azure's guides "Azure Instance Metadata Service" and "Sc
 Linux VMs in Azure".
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Choice of this machine's metadata service: the first of the clouds' that answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from autohet.runtime.process.azure_metadata import AzureMetadata

@@ -1,7 +1,5 @@
 """Fence of a process against drivers that a later driver has replaced."""
 
-from __future__ import annotations
-
 import threading
 
 

@@ -7,8 +7,6 @@ Compute Engine's guides "Spot VMs", "Query metadata server for maintenance event
 "Monitor and plan for a host maintenance event".
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

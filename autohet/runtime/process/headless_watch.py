@@ -1,7 +1,5 @@
 """End of a process that no driver directs any more."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -6,8 +6,6 @@ neither. AWS advises to poll every 5 seconds. Source: Amazon EC2 User Guide, "Sp
 interruption notices" and "EC2 instance rebalance recommendations".
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping
@@ -23,7 +21,6 @@ from autohet.runtime.process.metadata_server import (
     unix_time,
 )
 
-__all__ = ["InstanceMetadata", "InstanceNotice", "MetadataUnavailable"]
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 DISABLED_VARIABLE = "AWS_EC2_METADATA_DISABLED"
 TOKEN_TTL_S = 21600

@@ -4,8 +4,6 @@ Each line has the process's name and generation. A node that dies takes its log 
 head takes Ray's: the copies in the storage outlive both.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

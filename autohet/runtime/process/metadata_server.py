@@ -5,8 +5,6 @@ the date that the service itself puts on its answer (RFC 9110, section 6.6.1); t
 counts it down.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -12,8 +12,6 @@ recorded it. News without an acknowledgement when a connection ends is sent agai
 to the next driver too; duplicates count once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """Torch profiler trace of some steps of one worker, copied to the run's record in the storage."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from functools import partial

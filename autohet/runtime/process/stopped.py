@@ -1,7 +1,5 @@
 """Detection of stopped processes of this node, from /proc, without asking the process."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Connection of a worker to the rendezvous store of its generation."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 from torch.distributed import TCPStore

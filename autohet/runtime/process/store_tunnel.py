@@ -13,8 +13,6 @@ worker's TCPStore connects to a `StoreTunnel` of its own process on the loopback
 does the handshake and forwards bytes.
 """
 
-from __future__ import annotations
-
 import hmac
 import logging
 import os

@@ -3,8 +3,6 @@
 They are updated from time to time, so that they outlive their machine.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

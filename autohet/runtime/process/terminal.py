@@ -4,8 +4,6 @@ Job names, node names, paths, errors of other processes and words of a manifest 
 markup or a terminal's control sequences. Both are shown as text.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterable

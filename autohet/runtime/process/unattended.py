@@ -1,7 +1,5 @@
 """What a worker does for its run's checkpoints while no driver is there."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -5,8 +5,6 @@ below 2**8, so no order of the sums and no width of an accumulator rounds. The r
 constants of this module.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """GPU type of this machine; its own module, since a driver that asks for it imports no model."""
 
-from __future__ import annotations
-
 import torch
 
 from planner.inputs.gpu_names import identify_gpu

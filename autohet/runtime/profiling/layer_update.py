@@ -4,8 +4,6 @@ A run adds each microbatch's gradients to flat fp32 buffers (`parallel.gradient_
 flat masters and moments by one fused kernel (`state.flat_optimizer`). The profile does the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ time. A model that is trained from scratch has untrained routers, whose loads sa
 steps: they are not measured.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 It uses `torch.export` without decomposition, so that linear, attention and norms stay whole.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 EMULATION of a GPU type's speed sleeps before each collective.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ They use the operations of `autohet.runtime.groups.Group`, since gloo refuses un
 may be empty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Autograd goes through the collectives. (An uneven DTensor would return wrong data silently.)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 It is the one stage that holds all layers, captured with the sum of its losses.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

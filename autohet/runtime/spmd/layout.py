@@ -3,8 +3,6 @@
 They are the units of pipelines, so that state moves between both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from autohet.runtime.models.parameter_spec import ParameterSpec

@@ -1,7 +1,5 @@
 """Graph of a model of many blocks, from the graph of a model with one block of each kind."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ The worker computes its part of every microbatch, sums gradients by their layout
 local parts. Steps are committed as in `autohet.runtime.step.step_commit`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

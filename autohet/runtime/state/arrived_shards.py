@@ -1,7 +1,5 @@
 """Shards that an interrupted restore has already received."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

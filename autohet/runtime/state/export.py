@@ -5,8 +5,6 @@ config. Memory: one output tensor and the read-ahead, never the model. Files are
 temporary names and renamed, the index last. Of a mixture of experts, the memory is one stack.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """Export of an adapter's checkpoint as peft's own files, or merged with its base."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

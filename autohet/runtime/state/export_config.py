@@ -3,8 +3,6 @@
 It has the spellings of transformers 4.x and 5, vLLM and llama.cpp's converter.
 """
 
-from __future__ import annotations
-
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -1,7 +1,5 @@
 """Export of stacks of experts as tensors of single experts, as released checkpoints have them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ in one tensor of its own, as the model and the snapshots need it, and its pieces
 of one piece's size. An element gets the same bits in both cases: see `ALIGNMENT`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ worker keeps its slices from one generation to the next. It reads missing slices
 of the run's first weights: the pretrained source at its revision, or the seed.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Collection, Iterator, Mapping

@@ -3,8 +3,6 @@
 Linux grants more memory than there is, and kills a process later.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -3,8 +3,6 @@
 The driver stores them once beside the checkpoints, and an export copies them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

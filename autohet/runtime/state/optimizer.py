@@ -3,8 +3,6 @@
 The arithmetic is PyTorch's own.
 """
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 from collections.abc import Mapping, Sequence

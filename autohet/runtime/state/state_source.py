@@ -3,8 +3,6 @@
 The state comes from the seed, from pretrained weights, or from the tiers that hold it.
 """
 
-from __future__ import annotations
-
 import threading
 from contextlib import closing
 from dataclasses import dataclass

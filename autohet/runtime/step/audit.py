@@ -18,8 +18,6 @@ products. Of two holders that differ, nobody can tell which is wrong.
 Not seen: a fault in a sum over workers or in the update.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections import Counter

@@ -3,8 +3,6 @@
 The rows that a step consumes are a function of (seed, step) alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass

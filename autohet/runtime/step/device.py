@@ -1,7 +1,5 @@
 """Device of a worker's process."""
 
-from __future__ import annotations
-
 import torch
 
 from planner.errors import ConfigError

@@ -3,8 +3,6 @@
 They are the job's setup, one worker's generation, and the hooks of the worker around the trainer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 A run that is resumed or changes its fleet needs no state of a scheduler.
 """
 
-from __future__ import annotations
-
 import math
 
 from autohet.runtime.job.training import TrainingSection
@@ -64,6 +62,3 @@ def _warmup(settings: TrainingSection, step: int) -> float:
     if settings.schedule == "wsd":
         return settings.floor_ratio + (1.0 - settings.floor_ratio) * risen
     return risen
-
-
-__all__ = ["follows_steps", "learning_rate"]

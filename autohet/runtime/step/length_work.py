@@ -3,8 +3,6 @@
 The cost of attention is proportional to the sum of the squared lengths of the documents.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

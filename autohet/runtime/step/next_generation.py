@@ -9,8 +9,6 @@ generation says so in the vote of the step before. If all of them do, all begin 
 else nobody does.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -3,8 +3,6 @@
 After its real work, an action sleeps until it has taken the time that the GPU type would take.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

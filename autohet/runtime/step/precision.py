@@ -4,8 +4,6 @@ A T4, a V100 and older GPUs only emulate bf16; they compute in fp16 if the job a
 (`parallelism.compute_formats`).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from dataclasses import replace

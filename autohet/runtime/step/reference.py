@@ -4,8 +4,6 @@ Tests compare an undisturbed run with it. It shares with the trainer only what d
 first weights, the sample order, the learning rate's formula.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -132,7 +130,7 @@ def train_reference(
     begins: function that returns the map of pieces of positions of a step, bool [b, S]; None: each
     row is one piece.
     """
-    optimizer = _adamw(model, training)
+    optimizer = adamw(model, training)
     model.train()
     routers = _Routers(model)
     for step in range(steps):
@@ -167,7 +165,7 @@ def train_reference(
         yield float(total)
 
 
-def _adamw(model: PreTrainedModel, training: TrainingSection) -> torch.optim.AdamW:
+def adamw(model: PreTrainedModel, training: TrainingSection) -> torch.optim.AdamW:
     """Return the optimizer of a job, in two groups: with weight decay and without."""
     specs = family_of(model.config).parameter_specs(model.config)
     undecayed = parameters_without_decay(training, specs)

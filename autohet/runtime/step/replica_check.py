@@ -21,8 +21,6 @@ The owner is the first, by name, of the holders with the most common bits. State
 alone holds cannot be compared: moments that are sharded over the holders of their weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -12,8 +12,6 @@ update is. Survivors go forward over a step exactly if every shard of it has a l
 otherwise the run goes back to the newest step whose missing shards have copies.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

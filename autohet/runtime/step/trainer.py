@@ -3,8 +3,6 @@
 A step runs passes, gradient sums and the update, and is committed as in `step_commit`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import ChainMap
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """Training of one generation: its steps, the evaluations that are due, and copies of the state."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Who holds the newest step, as far as the driver knows."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Judges a struck job by its events, its last checkpoint and an undisturbed plain process."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter

@@ -1,7 +1,5 @@
 """What is left of a run while no driver of it lives: read from its files, by no driver."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

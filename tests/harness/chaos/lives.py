@@ -1,7 +1,5 @@
 """One struck job from start to end, through as many lives of its driver as its strikes need."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

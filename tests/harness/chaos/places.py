@@ -3,8 +3,6 @@
 An outage ends by the process that watches the driver, since the driver may be killed during it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

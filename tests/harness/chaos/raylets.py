@@ -4,8 +4,6 @@ Ray kills the workers and the agent of a node whose raylet was killed. Of a rayl
 for longer than Ray's health check allows, Ray says that its node died while its workers still run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

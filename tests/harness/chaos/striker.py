@@ -4,8 +4,6 @@ A worker or a node is struck only while living others hold the newest step whole
 may be lost. The driver is struck at any time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ A seed gives the same sequence on every machine. Which state the job is in when 
 the machine's.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

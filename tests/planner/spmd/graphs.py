@@ -1,7 +1,5 @@
 """Graphs by hand: small ones for judges, and the models of HAP's artefact, without torch."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 takes instructions in any order.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random

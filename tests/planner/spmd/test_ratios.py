@@ -2,8 +2,6 @@
 plans from published latencies.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

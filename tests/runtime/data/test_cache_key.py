@@ -1,7 +1,5 @@
 """Whatever changes the rows of a dataset is in its key: each input is changed in turn."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

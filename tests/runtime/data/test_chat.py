@@ -1,7 +1,5 @@
 """Chat, completions and token rows against the library's own masks; rows against plain packing."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """What records say beside their messages, and every input of a data set in its key."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -4,8 +4,6 @@ TRL's mask is right but for what the prompt of a turn has written already. Where
 renders other text than the model's own, or there is none, each turn rendered alone judges.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Equal data gives equal rows in every container, and those of the `datasets` library."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Preferences as rows of two answers each; the keys and records that cannot be such."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

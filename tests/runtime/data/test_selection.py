@@ -1,7 +1,5 @@
 """Which files a source takes, how it reads them, and what it says of the rest."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Records as other people's data sets have them: names of fields, ShareGPT, preferences, files."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

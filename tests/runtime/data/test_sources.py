@@ -1,7 +1,5 @@
 """Weighted sources and data sets of the hub, against plain counts and the datasets library."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 and an abort ends everything alike.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta

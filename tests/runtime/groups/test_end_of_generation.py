@@ -2,8 +2,6 @@
 hangs is ended from outside.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

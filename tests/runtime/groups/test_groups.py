@@ -1,7 +1,5 @@
 """Every wait ends: the rendezvous by its deadline or an interrupt; errors say who and pickle."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 import time

@@ -2,8 +2,6 @@
 the operation's deadline.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """NcclGroup's own code over a fake of PyTorch's binding; `scripts/gpu` runs it over NCCL."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from datetime import timedelta

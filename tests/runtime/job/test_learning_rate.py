@@ -1,7 +1,5 @@
 """Schedules against those of transformers, step by step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

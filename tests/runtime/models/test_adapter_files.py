@@ -1,7 +1,5 @@
 """A job goes on with an adapter that peft wrote: logits, settings and refusals."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

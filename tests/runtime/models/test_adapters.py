@@ -1,7 +1,5 @@
 """Adapters of every family, cut in any way, are peft's: logits, loss and gradients."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

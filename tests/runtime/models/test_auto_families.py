@@ -2,8 +2,6 @@
 what stock transformers loads of them.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

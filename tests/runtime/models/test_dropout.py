@@ -1,7 +1,5 @@
 """Dropout of models and adapters: bits that no plan changes, and torch's own distribution."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

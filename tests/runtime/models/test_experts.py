@@ -4,8 +4,6 @@
 gradients with the library's, for every family of `AUTO`.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

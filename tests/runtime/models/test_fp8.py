@@ -1,7 +1,5 @@
 """Products in fp8: close to exact ones forward and backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What autograd keeps of a block, predicted against counted, for every family."""
 
-from __future__ import annotations
-
 import functools
 from itertools import product
 

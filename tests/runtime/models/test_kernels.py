@@ -1,7 +1,5 @@
 """Faster blocks compute what plain ones do, and a library that is absent is said to be."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Head and loss in one equal the library's two steps, and never hold all logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

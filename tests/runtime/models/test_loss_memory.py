@@ -1,7 +1,5 @@
 """The loss in chunks of rows: PyTorch's value and gradient, and never the whole logits in fp32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

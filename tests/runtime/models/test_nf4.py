@@ -1,7 +1,5 @@
 """Frozen weights in four bits have the values of bitsandbytes, in every slice of every plan."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -3,8 +3,6 @@ fp16. Attention with sinks, latent attention, windows, dropout and grouped produ
 their own there.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -2,8 +2,6 @@
 at every TP degree.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

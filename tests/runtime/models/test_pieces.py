@@ -1,7 +1,5 @@
 """Isolated documents of a row compute what each computes alone."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The planner prices a sliding window as the scores that workers compute."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Families of a user's own, `model.family: auto`, and the proof that names what differs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The judge is transformers (and peft) on the same directory, which these libraries wrote.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

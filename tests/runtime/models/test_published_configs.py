@@ -2,8 +2,6 @@
 name. The judge is `AutoModelForCausalLM.from_pretrained` on the same directory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

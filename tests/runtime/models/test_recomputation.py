@@ -1,7 +1,5 @@
 """What a block keeps between its passes, and how often it sends: counted, not assumed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

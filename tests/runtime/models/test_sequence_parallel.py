@@ -2,8 +2,6 @@
 every gradient are the library's own, and a rank has its part of the sequence between cut parts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Expert parallelism with all-to-all: logits, loss, gradients and counts are the library's own."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a stage computes with, where its owners send it before each step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 a direct computation.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref

@@ -4,8 +4,6 @@ Here host and device are one memory, so only the path of gradients and weights d
 --only offload` runs it on a GPU.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from dataclasses import replace

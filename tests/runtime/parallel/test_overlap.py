@@ -1,7 +1,5 @@
 """Plans whose gradient sums may overlap with the backward pass on groups in stream order."""
 
-from __future__ import annotations
-
 import graphlib
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """The losses of preferences against their formula, and TRL's on whole models."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -2,8 +2,6 @@
 deadlock whatever the speeds.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """Training with sequence-parallel stages, all workers in threads: the losses of whole sequences."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The profile measures what a run computes: its accumulation of gradients and its update."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loads of experts as a pretrained model routes the job's data, beside the library's routing."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

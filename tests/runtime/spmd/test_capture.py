@@ -1,7 +1,5 @@
 """What capture makes of a model, and what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

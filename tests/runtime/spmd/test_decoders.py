@@ -1,7 +1,5 @@
 """Graphs that planning derives from one block of each kind, against those of whole models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which parameters decay: those that transformers' own Trainer lets decay."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """An exported checkpoint is a model that transformers loads with the same logits."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

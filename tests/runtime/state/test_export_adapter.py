@@ -2,8 +2,6 @@
 loads: both with the logits of the stages that trained it.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exports of every family and rope type give equal logits in transformers 4.56 and 5."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -2,8 +2,6 @@
 worker that keeps it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """State that leaves the device while a restore runs: where it goes, and what peers get of it."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 worker's tensor.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -4,8 +4,6 @@ The agent prepares the node's data, keeps its snapshots when workers die, and se
 It also copies to peers what it alone holds, and watches for notices.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Commands to agents: prune snapshots, refuse copies, and hand over what they alone hold."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence, Set
 from typing import Any

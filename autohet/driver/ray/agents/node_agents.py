@@ -1,7 +1,5 @@
 """Agent actors of a job: one for each of its nodes."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Merging of the worker reports that arrive in one round of observing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

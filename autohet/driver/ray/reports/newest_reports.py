@@ -4,8 +4,6 @@ The processes send reports over connections of their own, and Ray reports their 
 polled, and nothing is waited for.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -12,8 +12,6 @@ Any other silence (an interpreter that is held up, a busy processor, a debugger)
 time-out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Wake-up of the driver between two rounds."""
 
-from __future__ import annotations
-
 import os
 import select
 from threading import RLock

@@ -1,7 +1,5 @@
 """Ray's autoscaler as a job uses it: drains, and the standing request for nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from autohet.driver.ray.observer import RayObserver

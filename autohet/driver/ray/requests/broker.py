@@ -4,8 +4,6 @@ One actor on the head holds them and sends their sum, so that no job overwrites 
 them in Ray's key-value store for its next life.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Draining of a Ray node by `GcsClient.drain_node`, which Ray does not document (2.60)."""
 
-from __future__ import annotations
-
 import time
 
 import ray

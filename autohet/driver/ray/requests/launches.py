@@ -5,8 +5,6 @@ EC2's are only in its log on the head (ray/autoscaler/v2/instance_manager/node_p
 autoscaler retries a type every 5 s for ever.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -8,8 +8,6 @@ scheduler for the file at hand, and it is sent only if the scheduler's answer is
 nodes.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -57,7 +55,7 @@ def node_request(
     wanted = config.workers(counts)
     instead: dict[str, int] = {}
     for request in _candidates(config, counts, wanted, version):
-        found = _schedule(config, request, version)
+        found = simulate_launches(config, request, version)
         if found == wanted:
             return request
         if not instead:
@@ -162,15 +160,13 @@ def _words(counts: Counts, prices: Mapping[str, float | None]) -> str:
     return f"{words} ({sum(amounts):.2f} $/h)"
 
 
-def schedule_launches(document: Json, request: NodeRequest, *, version: int = 2) -> dict[str, int]:
+def simulate_launches(
+    config: AutoscalingConfig, request: NodeRequest, version: int = 2
+) -> dict[str, int]:
     """Return the worker nodes by type that Ray's own scheduler launches for a request.
 
     The cluster of this file starts from its head alone.
     """
-    return _schedule(autoscaling_config(document), request, version)
-
-
-def _schedule(config: AutoscalingConfig, request: NodeRequest, version: int) -> dict[str, int]:
     # The scheduler logs what it would launch; here nothing is launched.
     scheduler_logger = logging.getLogger("ray.autoscaler.v2.scheduler")
     level = scheduler_logger.level
@@ -286,8 +282,3 @@ def _as_entry(kind: AutoscaledType) -> Document:
         "min_workers": kind.min_workers,
         "max_workers": kind.max_workers,
     }
-
-
-def prepare_types(document: Json) -> dict[str, Document]:
-    """Return a document's node types with bounds and resources as Ray fills them in."""
-    return {name: _as_entry(kind) for name, kind in autoscaling_config(document).types.items()}

@@ -3,8 +3,6 @@
 The driver runs in the head's pod, whose service account KubeRay lets list the cluster's pods.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -6,8 +6,6 @@ node that no plan would use is not bought. It names shapes of whole nodes, and i
 Ray's own scheduler has launched exactly those nodes for it (`node_requests`).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 It lives with the driver, on the node that is not spot.
 """
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import replace
 from typing import TypeVar

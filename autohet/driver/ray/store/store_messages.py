@@ -4,8 +4,6 @@ Layout: torch/csrc/distributed/c10d/TCPStore.cpp and TCPStoreBackend.hpp of torc
 order).
 """
 
-from __future__ import annotations
-
 import struct
 
 MAX_MESSAGE_BYTES = 4 << 20

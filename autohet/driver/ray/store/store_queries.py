@@ -4,8 +4,6 @@ One function for each query: it reads the query's fields, whole, before it chang
 returns the answer's bytes.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field

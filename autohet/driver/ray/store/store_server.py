@@ -10,8 +10,6 @@ everybody who reaches the port: on loopback each process of the head, of any use
 its network. It bounds neither what a generation stores nor the answers that a client leaves unread.
 """
 
-from __future__ import annotations
-
 import errno
 import hmac
 import logging

@@ -9,8 +9,6 @@ The adapter is stored in the model's config, under `ADAPTER`. Every function of 
 (parameter specs, layouts, checkpoints) therefore sees it.
 """
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import hashlib

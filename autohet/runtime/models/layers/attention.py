@@ -14,8 +14,6 @@ It is registered with the library as an attention implementation, `IMPLEMENTATIO
 these it is the library's `sdpa`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

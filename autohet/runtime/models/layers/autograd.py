@@ -1,7 +1,5 @@
 """Typed call of autograd functions, which torch declares without types."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

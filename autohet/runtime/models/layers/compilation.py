@@ -1,7 +1,5 @@
 """Compiled code of this process: a check for a working compiler, its limit, and its failures."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from functools import cache

@@ -4,8 +4,6 @@ A stack [E, out, in] has A [E, rank, in] and B [E, out, rank], cut by experts as
 token goes through the factors of its own experts, so no updated copy of a stack is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -10,8 +10,6 @@ dropped). Experts stay where they are without all-to-all, so state does not depe
 Every gradient of a router is a part of the sum over the group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ The experts are the library's own modules (`transformers.integrations.moe`): sta
 one expert for each row of dimension 0, and grouped matrix products over the tokens of each.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ fp32 and leave in the compute dtype, in which weights, norms, attention, embeddi
 Routers, experts and the matrices of adapters stay, too.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

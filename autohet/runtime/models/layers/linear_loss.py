@@ -7,8 +7,6 @@ twice, and those of the weight's gradient add up in fp32. `F.cross_entropy` and
 `F.linear_cross_entropy` count rows that pad a vocabulary, and sum in the compute dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial

@@ -3,8 +3,6 @@
 It is the same on every slice of the vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Terms of a training loss beyond plain cross entropy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -11,8 +11,6 @@ the codes, and of the scales if tensor parallelism cuts no block in two, else al
 dequantizes its weight, and its backward pass does so again; no dequantized weight is kept.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Sequence

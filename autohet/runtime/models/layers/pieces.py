@@ -5,8 +5,6 @@ bool [b, S], true at the first token of each. It is on the host, so that nothing
 device.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

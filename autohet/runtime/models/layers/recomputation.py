@@ -12,8 +12,6 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
   recomputation needs no communication.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Rows of a matrix, some at a time, where all at once would take too much memory."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

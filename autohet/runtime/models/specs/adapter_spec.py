@@ -5,8 +5,6 @@ weights need M FLOPs a token in the forward pass, its attention A and its adapte
 pass then needs M + 2 A + 2 L, instead of 2 (M + A + L) with all weights trained.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

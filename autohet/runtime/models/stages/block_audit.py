@@ -11,8 +11,6 @@ aligned alike at every worker; and ranks of a tensor-parallel group compute alon
 sums stand for the group's.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import os

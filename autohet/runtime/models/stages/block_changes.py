@@ -1,7 +1,5 @@
 """Changes of the library's blocks in a stage: parallel forms, adapters, and what routers learn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inputs of a stage's blocks beside the hidden states: masks, rotary tables, positions."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@
 an H200 with 1 billion parameters: 0.78 s a step compiled, 1.07 s eager.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

@@ -7,8 +7,6 @@ sign of an element is the product of its row's and its column's, so that a sum i
 product.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,6 @@
 head after the last.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dropout of a stage: the places where its modules drop elements, and the microbatch's bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any

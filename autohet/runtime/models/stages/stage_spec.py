@@ -1,7 +1,5 @@
 """Description of a stage: its layers of a model, and its share of each of their parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Parameters of a stage, in the modules that compute with them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
