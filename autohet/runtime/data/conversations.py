@@ -6,7 +6,8 @@ import difflib
 import json
 from typing import Any
 
-from autohet.runtime.data.chat.targets import ASSISTANTS, REASONING, TRAINED_KEYS, warn_once
+from autohet.runtime.data.chat.pieces import ASSISTANTS
+from autohet.runtime.data.chat.targets import REASONING, TRAINED_KEYS, warn_once
 from autohet.runtime.data.chat.template import ChatMessage, Conversation, text_of_content
 from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, is_conversation, remedy_for
 from planner.inputs.documents import Document

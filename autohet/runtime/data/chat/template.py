@@ -20,7 +20,7 @@ from planner.inputs.documents import Document, Json
 
 _DATE = "strftime_now"
 """Function of templates that prints the present time."""
-RULES = "turns-1"
+RULES = "turns-2"
 """Version of the rules that make text and targets of a conversation."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _QUESTION, _ANSWER, _MORE = "Zq1x", "Zq2x", "Zq3x"
@@ -266,6 +266,14 @@ class ChatTemplate:
     def ends_with_next(self) -> bool:
         """True if a turn of the assistant ends only with the mark of the role that follows."""
         return self._end_of_answer is not None and not self._end_of_answer.strip()
+
+    @cached_property
+    def leaves_last_open(self) -> bool:
+        """True if a turn of the assistant has its end only where another message follows."""
+        if self._end_of_answer is None or self.ends_with_next:
+            return False
+        alone = self.probe(*self._example[:2])
+        return _ANSWER in alone and not alone.rpartition(_ANSWER)[2].strip()
 
     @cached_property
     def marks_leave_end(self) -> bool:
