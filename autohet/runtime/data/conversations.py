@@ -25,7 +25,9 @@ ROLE_BY_SPEAKER = {
 SYSTEM = "system"
 OPTIONS = "chat_template_kwargs"
 IMAGES = ("image", "images")
-RECORD_FIELDS = (SYSTEM, "tools", OPTIONS, *IMAGES)
+FUNCTIONS = "functions"
+"""The older form of `tools`."""
+RECORD_FIELDS = (SYSTEM, "tools", FUNCTIONS, OPTIONS, *IMAGES)
 """Fields of a record that belong to its conversation, beside the messages."""
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 
@@ -145,6 +147,9 @@ def tools_of(record: Document) -> Any:
     tools = _parsed(record.get("tools"), "tools")
     if not isinstance(tools or [], list):
         raise BrokenRecord(f"field 'tools' holds {str(tools)[:40]!r}; give a list of tools")
+    functions = _parsed(record.get(FUNCTIONS), FUNCTIONS)
+    if not tools and is_conversation(functions):
+        tools = [{"type": "function", "function": each} for each in functions]
     return [_parsed(tool, "tools") for tool in tools or ()] or None
 
 

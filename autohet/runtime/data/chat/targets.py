@@ -24,7 +24,7 @@ from autohet.runtime.data.chat.template import (
 from autohet.runtime.data.records import BrokenRecord
 
 logger = logging.getLogger("autohet.data")
-TRAINED_KEYS = ("weight", "train", "trainable", "training")
+TRAINED_KEYS = ("weight", "train", "trainable", "training", "loss")
 _WORD = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s|\w+|.", re.DOTALL)
 """Parts of a prompt that text may agree with: special tokens, words, single other characters."""
 PROBE = "Zq4x"
