@@ -4,7 +4,7 @@
 
 Each job is one of the guides': records, a tiny model and, with LoRA, an adapter from peft. Both
 trainers read the records themselves, in the order that the job draws; dropout is 0, fp32. Recorded
-in results/trl_losses.json: the largest relative difference of a step's and of an evaluation's loss.
+in results/trl_losses.json, jobs that are not run keep their record: the largest relative difference of a step's and of an evaluation's loss.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ from tests.harness.tiny_models import tiny_config
 RESULTS = Path(__file__).parents[1] / "results" / "trl_losses.json"
 LIMIT = 2e-5
 LIMIT_S = 600
+ATTEMPTS = 3
+"""Ray may not start in time beside other work."""
 LONGEST = 1023
 RECORDS = 32
 EVALUATED = 6
@@ -192,10 +194,13 @@ def train_autohet(prepared: Prepared) -> Losses:
     directory = prepared.directory
     (directory / "job.yaml").write_text(yaml.safe_dump(prepared.document))
     command = [sys.executable, "-m", "autohet.cli.main", "train", "--job", "job.yaml"]
-    done = subprocess.run(
-        command, cwd=directory, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    if done.returncode:
+    for _ in range(ATTEMPTS):
+        done = subprocess.run(
+            command, cwd=directory, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        if done.returncode == 0:
+            break
+    else:
         raise RuntimeError(f"autohet train ended with {done.returncode}: {done.stderr[-2000:]}")
     found = Losses()
     for line in (directory / "runs/job/events.jsonl").read_text().splitlines():
@@ -333,20 +338,18 @@ def compare(name: str, job: Job) -> Record:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", help="names of jobs, or parts of them; not recorded")
+    parser.add_argument("--only", nargs="*", default=[""], help="names of jobs, or parts of them")
     only = parser.parse_args().only
-    found: Record = {}
+    document = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    jobs = document.get("jobs", {})
+    passed = True
     for name, job in JOBS.items():
-        if only and not any(part in name for part in only):
-            continue
-        found[name] = compare(name, job)
-        if only:
-            print(json.dumps(found[name], indent=1))
-    if not only:
-        where = {**provenance(), "trl": trl.__version__, "limit": LIMIT}
-        document = {"what": __doc__, **where, "jobs": found}
-        RESULTS.write_text(json.dumps(document, indent=1) + "\n")
-    return int(not all(each["passed"] for each in found.values()))
+        if any(part in name for part in only):
+            jobs[name] = {**compare(name, job), **provenance()}
+            passed &= jobs[name]["passed"]
+            document = {"what": __doc__, "trl": trl.__version__, "limit": LIMIT, "jobs": jobs}
+            RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+    return int(not passed)
 
 
 if __name__ == "__main__":
