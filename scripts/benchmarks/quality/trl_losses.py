@@ -4,7 +4,8 @@
 
 Each job is one of the guides': records, a tiny model and, with LoRA, an adapter from peft. Both
 trainers read the records themselves, in the order that the job draws; dropout is 0, fp32. Recorded
-in results/trl_losses.json, jobs that are not run keep their record: the largest relative difference of a step's and of an evaluation's loss.
+in results/trl_losses.json: the largest relative difference of a step's and of an evaluation's loss.
+Jobs that are not run keep their record.
 """
 
 from __future__ import annotations
