@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 from typing import Any
@@ -147,9 +148,10 @@ def tools_of(record: Document) -> Any:
     tools = _parsed(record.get("tools"), "tools")
     if not isinstance(tools or [], list):
         raise BrokenRecord(f"field 'tools' holds {str(tools)[:40]!r}; give a list of tools")
-    functions = _parsed(record.get(FUNCTIONS), FUNCTIONS)
-    if not tools and is_conversation(functions):
-        tools = [{"type": "function", "function": each} for each in functions]
+    with contextlib.suppress(BrokenRecord):
+        functions = _parsed(record.get(FUNCTIONS), FUNCTIONS)
+        if not tools and is_conversation(functions):
+            tools = [{"type": "function", "function": each} for each in functions]
     return [_parsed(tool, "tools") for tool in tools or ()] or None
 
 

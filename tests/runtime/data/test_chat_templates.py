@@ -227,6 +227,12 @@ HEADER = "{% if add_generation_prompt %}<assistant>{% endif %}"
 EACH = "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
 SEPARATED = EACH + "{% if not loop.last %}<end>{% endif %}{% endfor %}" + HEADER
 """As Apriel's and Hunyuan's: nothing ends the last turn."""
+THINKING = (
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% if loop.last and message.reasoning_content %}{{ message.reasoning_content }}/{% endif %}"
+    "{{ message.content }}{% if not loop.last %}<end>{% endif %}{% endfor %}" + HEADER
+)
+"""As Apriel's: the last turn alone has its reasoning, too."""
 PROMPTS = EACH + "<end>{% endfor %}<assistant><think>"
 """As Command R7B's: a prompt follows in any case."""
 ORDERED = EACH + "<end>{% endfor %}<order>Write<end>" + HEADER
@@ -255,6 +261,11 @@ BRACKETS = (
 OWN = {
     "separated": (SEPARATED, "one", ["Answer 1.<end>"]),
     "separated, three": (SEPARATED, "system, three", [f"Answer {n}.<end>" for n in (1, 2, 3)]),
+    "separated, reasoning": (
+        THINKING,
+        "reasoning",
+        ["Answer 1.<end>", "Hm, let me see./Answer 2.<end>"],
+    ),
     "a prompt follows": (PROMPTS, "one", ["Answer 1.<end>"]),
     "a prompt with more": (ORDERED, "system, three", [f"Answer {n}.<end>" for n in (1, 2, 3)]),
     "an end after all": (ENDS_AFTER, "one", ["Answer 1.<end>"]),

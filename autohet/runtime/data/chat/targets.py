@@ -66,6 +66,9 @@ class _Turns:
         ending = self.text[own[-1].begin :]
         if text.startswith(ending):
             self.text += text.removeprefix(ending)
+        else:
+            # Its reasoning is left out once another message follows.
+            self.text += self._template.end_of_answer or ""
 
     def spans(self, turn: int) -> list[MarkedSpan]:
         """Return the spans of the assistant's message `turn`: its text and its end.
@@ -374,7 +377,8 @@ def _warn_of_lost_text(messages: Any, turns: list[int], text: str, spans: list[M
         message = messages[turn]
         if text_of_content(message.get("content")).strip() not in text:
             warn_once(
-                "the chat template leaves out text beside tool calls, which is not trained on"
+                "the chat template leaves out text of some answers (beside tool calls, or reasoning"
+                " in it), which is not trained on; data.train_on: turns renders each as the last"
             )
         for key in REASONING:
             if str(message.get(key) or "").strip() not in written:
