@@ -37,7 +37,8 @@ PROMPT = "prompt"
 COMPLETION = "completion"
 LABEL = "label"
 """Whether a completion is wanted, in unpaired preferences (TRL's KTO)."""
-TARGET_MASKS = {"labels": -100, "completion_mask": 0, "assistant_masks": 0}
+PADDING_MASK = "attention_mask"
+TARGET_MASKS = {PADDING_MASK: 0, "labels": -100, "completion_mask": 0, "assistant_masks": 0}
 """Value by field that leaves a token out of the targets, in rows of token ids."""
 CHOSEN = "chosen"
 REJECTED = "rejected"
@@ -352,7 +353,7 @@ def _ended(ids: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class TokenExamples:
-    """Rows of token ids, used unchanged, with the record's own masks of targets.
+    """Rows of token ids, used unchanged but for padding, with the record's own masks of targets.
 
     `marked`: rows carry marks; else every token is a target.
     """
@@ -372,6 +373,7 @@ class TokenExamples:
     def extract(self, record: Any) -> Example:
         ids = self._ids(record)
         counts = np.ones(len(ids), np.bool_)
+        present = counts
         for name, left_out in TARGET_MASKS.items():
             mask = record.get(name)
             if name == self.field or not isinstance(mask, list):
@@ -381,13 +383,16 @@ class TokenExamples:
                     f"field {name!r} holds {len(mask)} values for {len(ids)} tokens; fix the line,"
                     f" or {SKIP_REMEDY}"
                 )
-            counts &= np.asarray(mask) != left_out
-            if not self.marked and not counts.all():
+            counts = counts & (np.asarray(mask) != left_out)
+            if name == PADDING_MASK:
+                present = counts
+            if not self.marked and not counts[present].all():
+                left_out_here = (present & ~counts).sum()
                 raise BrokenRecord(
-                    f"field {name!r} leaves out {(~counts).sum()} of {len(ids)} tokens, which rows"
+                    f"field {name!r} leaves out {left_out_here} of {len(ids)} tokens, which rows"
                     " without marks train on; set data.packing: best_fit, or remove the field"
                 )
-        return Example(ids, counts)
+        return Example(ids[present], counts[present])
 
     def _ids(self, record: Any) -> NDArray[np.int64]:
         value = _object(record).get(self.field)

@@ -357,6 +357,16 @@ def test_masks_of_tokenized_rows_are_theirs(tmp_path: Path, make_data: MakeData,
         prepare_dataset(marked, 3)
 
 
+def test_padding_of_tokenized_rows_is_left_out(tmp_path: Path, make_data: MakeData) -> None:
+    """Wrong: rows that were padded to one length train on their padding."""
+    path = tmp_path / "a.jsonl"
+    padded = [{"input_ids": [7, 8, 9, 0, 0], "attention_mask": [1, 1, 1, 0, 0]}]
+    padded.append({"input_ids": [0, 5], "attention_mask": [0, 1]})
+    path.write_text("\n".join(json.dumps(each) for each in padded))
+    dataset = prepare_dataset(make_data(path, tokens_field="input_ids"), 3)
+    assert dataset.rows([0]).tolist() == [[7, 8, 9, 5]]
+
+
 # packing ------------------------------------------------------------------------------------------
 
 
