@@ -303,6 +303,10 @@ def train_trl(prepared: Prepared) -> Losses:
         processing_class=AutoTokenizer.from_pretrained(prepared.directory / "model"),
         callbacks=[recorder],
     )
+    if job.trl.get("packing_strategy") == "wrapped":
+        # TRL keeps the tokens that fill no row, as a shorter one.
+        full = trainer.args.max_length
+        trainer.train_dataset = trainer.train_dataset.filter(lambda r: len(r["input_ids"]) == full)
     trainer.train()
     return recorder.found
 
