@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 from typing import Any
 
-from autohet.runtime.data.chat.targets import ASSISTANTS, REASONING, TRAINED_KEYS, warn_once
+from autohet.runtime.data.chat.pieces import ASSISTANTS
+from autohet.runtime.data.chat.targets import REASONING, TRAINED_KEYS, warn_once
 from autohet.runtime.data.chat.template import ChatMessage, Conversation, text_of_content
 from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, is_conversation, remedy_for
 from planner.inputs.documents import Document
@@ -24,7 +26,9 @@ ROLE_BY_SPEAKER = {
 SYSTEM = "system"
 OPTIONS = "chat_template_kwargs"
 IMAGES = ("image", "images")
-RECORD_FIELDS = (SYSTEM, "tools", OPTIONS, *IMAGES)
+FUNCTIONS = "functions"
+"""The older form of `tools`."""
+RECORD_FIELDS = (SYSTEM, "tools", FUNCTIONS, OPTIONS, *IMAGES)
 """Fields of a record that belong to its conversation, beside the messages."""
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 
@@ -144,6 +148,10 @@ def tools_of(record: Document) -> Any:
     tools = _parsed(record.get("tools"), "tools")
     if not isinstance(tools or [], list):
         raise BrokenRecord(f"field 'tools' holds {str(tools)[:40]!r}; give a list of tools")
+    with contextlib.suppress(BrokenRecord):
+        functions = _parsed(record.get(FUNCTIONS), FUNCTIONS)
+        if not tools and is_conversation(functions):
+            tools = [{"type": "function", "function": each} for each in functions]
     return [_parsed(tool, "tools") for tool in tools or ()] or None
 
 

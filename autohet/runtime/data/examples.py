@@ -20,7 +20,12 @@ from autohet.runtime.data.chat.targets import (
     warn_once,
 )
 from autohet.runtime.data.chat.template import ChatTemplate, RenderedText
-from autohet.runtime.data.conversations import RECORD_FIELDS, conversation_of, messages_of
+from autohet.runtime.data.conversations import (
+    RECORD_FIELDS,
+    SYSTEM,
+    conversation_of,
+    messages_of,
+)
 from autohet.runtime.data.marks import MAX_TOKEN
 from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, text_of
 from autohet.runtime.data.tokenization import Tokenizer, Tokens
@@ -32,6 +37,9 @@ PROMPT = "prompt"
 COMPLETION = "completion"
 LABEL = "label"
 """Whether a completion is wanted, in unpaired preferences (TRL's KTO)."""
+PADDING_MASK = "attention_mask"
+TARGET_MASKS = {PADDING_MASK: 0, "labels": -100, "completion_mask": 0, "assistant_masks": 0}
+"""Value by field that leaves a token out of the targets, in rows of token ids."""
 CHOSEN = "chosen"
 REJECTED = "rejected"
 USERS = ("user", "human")
@@ -94,7 +102,7 @@ def kind_of_examples(data: DataSection, tokenizer: Tokenizer) -> ExampleKind | N
     if data.kind == "preference":
         return PreferenceExamples(data, tokenizer)
     if data.tokens_field is not None:
-        return TokenExamples(data.tokens_field, tokenizer)
+        return TokenExamples(data.tokens_field, tokenizer, data.marks_rows)
     return None
 
 
@@ -178,6 +186,11 @@ class _Completions:
             )
         text = text_of(record, field)
         before = text_of(record, PROMPT)
+        if record.get(SYSTEM) and SYSTEM not in self._data.field_of(PROMPT):
+            warn_once(
+                f"{SYSTEM!r} has no effect on prompts that are texts; name it in data.fields:"
+                f" {{prompt: [{SYSTEM}, ...]}}"
+            )
         if not text.strip():
             raise BrokenRecord(f"the {field} is empty; remove the line, or {SKIP_REMEDY}")
         return before, text
@@ -340,20 +353,48 @@ def _ended(ids: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class TokenExamples:
-    """Rows of token ids, used unchanged; every token counts as a target."""
+    """Rows of token ids, used unchanged but for padding, with the record's own masks of targets.
+
+    `marked`: rows carry marks; else every token is a target.
+    """
 
     field: str
     tokenizer: Tokenizer
+    marked: bool
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (self.field,)
+        return (self.field, *TARGET_MASKS)
 
     @property
     def identity(self) -> str:
         return f"tokens {self.field}"
 
-    def extract(self, record: Any) -> NDArray[np.int64]:
+    def extract(self, record: Any) -> Example:
+        ids = self._ids(record)
+        counts = np.ones(len(ids), np.bool_)
+        present = counts
+        for name, left_out in TARGET_MASKS.items():
+            mask = record.get(name)
+            if name == self.field or not isinstance(mask, list):
+                continue
+            if len(mask) != len(ids):
+                raise BrokenRecord(
+                    f"field {name!r} holds {len(mask)} values for {len(ids)} tokens; fix the line,"
+                    f" or {SKIP_REMEDY}"
+                )
+            counts = counts & (np.asarray(mask) != left_out)
+            if name == PADDING_MASK:
+                present = counts
+            if not self.marked and not counts[present].all():
+                left_out_here = (present & ~counts).sum()
+                raise BrokenRecord(
+                    f"field {name!r} leaves out {left_out_here} of {len(ids)} tokens, which rows"
+                    " without marks train on; set data.packing: best_fit, or remove the field"
+                )
+        return Example(ids[present], counts[present])
+
+    def _ids(self, record: Any) -> NDArray[np.int64]:
         value = _object(record).get(self.field)
         if not isinstance(value, list) or not value:
             raise BrokenRecord(
@@ -376,8 +417,8 @@ class TokenExamples:
             )
         return ids.astype(np.int64)
 
-    def encode(self, extracted: Sequence[NDArray[np.int64]]) -> list[Example]:
-        return [Example(ids, np.ones(len(ids), np.bool_)) for ids in extracted]
+    def encode(self, extracted: Sequence[Example]) -> list[Example]:
+        return list(extracted)
 
 
 def _object(record: Any) -> Document:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
+from autohet.runtime.data.conversations import ROLES, messages_of
 from autohet.runtime.data.examples import Example, ExampleKind
 from autohet.runtime.data.records import (
     SKIP_REMEDY,
+    TEXT_COLUMNS,
     BrokenRecord,
     is_conversation,
     without_nulls,
@@ -19,6 +22,7 @@ from autohet.runtime.job import DataSection
 from planner.inputs.documents import Document
 
 OPTIONAL_FIELDS = ("tools", "system")
+_ROLE = re.compile(rf"""["']role["']\s*:\s*["']({"|".join(ROLES)})["']""")
 TOOL_CALLERS = ("function_call", "tool_call")
 TOOL_SPEAKERS = ("observation", "function_response", "tool_response")
 """ShareGPT's names of the speakers of calls and of their results."""
@@ -58,6 +62,9 @@ class PlainExamples:
                 renamed[name] = record.get(str(field))
             elif name != "messages":
                 renamed[name] = _joined(record, _listed(field))
+        for name in TEXT_COLUMNS:
+            if name in renamed:
+                renamed[name] = _messages_in(renamed[name], name)
         turns = str(self._data.field_of("messages"))
         system = renamed.pop("system", None) if self._is_sharegpt else None
         if turns in renamed:
@@ -72,6 +79,23 @@ def _worded(value: Any) -> Any:
     """Return a number, such as an answer of 72, as its text, and all else as it is."""
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     return str(value) if is_number else value
+
+
+def _messages_in(value: Any, field: str) -> Any:
+    """Return the messages of a JSON text, or a message alone as a list; else the value.
+
+    Raises:
+        BrokenRecord: the text is a list of messages as Python shows it.
+    """
+    if isinstance(value, dict) and "role" in value:
+        return [value]
+    if not isinstance(value, str) or not value.lstrip().startswith("[{") or not _ROLE.search(value):
+        return value
+    try:
+        found = without_nulls(json.loads(value))
+    except ValueError:
+        return messages_of(value, field)
+    return found if is_conversation(found) else value
 
 
 def _listed(field: str | tuple[str, ...]) -> list[str]:

@@ -103,6 +103,8 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
         "data_files",
         "dataset_dir",
     ),
+    "data.kind": ("type",),
+    "data.begin_of_document": ("add_bos_token",),
     "data.text_field": ("dataset_text_field", "field"),
     "data.messages_field": ("field_messages",),
     "data.fields": (
@@ -164,6 +166,23 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 """Other names by the key of a job; the table in docs/guides/own_data.md shows them."""
 
+OTHER_VALUES = {
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "sft": "cross_entropy",
+    "bfd": "best_fit",
+    "wrapped": "concat",
+    "alpaca": "prompt_completion",
+    "chat_template": "chat",
+    "conversational": "chat",
+    "dpo": "preference",
+}
+"""Values of a job by those of other libraries, whatever the key."""
+
 KEY_BY_OTHER_NAME = {name: key for key, names in OTHER_NAMES.items() for name in names}
 
 WITHOUT_KEY: dict[str, tuple[str, ...]] = {
@@ -220,7 +239,12 @@ WITHOUT_KEY: dict[str, tuple[str, ...]] = {
         "curriculum_sampling",
         "group_by_length",
         "train_sampling_strategy",
+        "shuffle",
+        "streaming",
     ),
+    "all records of data.source are used": ("max_samples", "max_train_samples"),
+    "data.kind: sharegpt knows the speakers' usual names": ("roles",),
+    "each record holds its own": ("chat_template_kwargs",),
     "rows are packed, and padding counts nothing": ("pad_token", "pad_to_*"),
     "what exceeds a row is cut at its end; a preference has half a row for each answer": (
         "truncation_mode",

@@ -18,7 +18,11 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from autohet.runtime.job.other_names import KEY_BY_OTHER_NAME, reason_without_key
+from autohet.runtime.job.other_names import (
+    KEY_BY_OTHER_NAME,
+    OTHER_VALUES,
+    reason_without_key,
+)
 from planner.errors import ConfigError
 from planner.inputs.documents import Document, Json, read_text
 
@@ -260,6 +264,9 @@ def _readable(error: msgspec.ValidationError, document: Json, cls: type, what: s
         text = f"use one of {', '.join(map(str, choices))}"
     shown = ""
     value = _value_at(document, place)
+    ours = OTHER_VALUES.get(str(value))
+    if ours in choices:
+        text += f"; {value} is {ours} here"
     if not isinstance(value, Mapping) and value is not _ABSENT:
         shown = f" is {value!r}"
     return f"{key_of(place) or 'the document'}{shown} in the {what}: {text}"

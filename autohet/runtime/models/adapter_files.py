@@ -51,6 +51,8 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "trainable_token_indices": ([], {}),
     "layer_replication": ([],),
     "alora_invocation_tokens": ([],),
+    # All others (PiSSA, OLoRA) change the base as peft loads the adapter.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
 """Values of peft's settings with which an adapter is a plain one; null and an absent key are, too.
 """
@@ -208,6 +210,8 @@ def _read_settings(source: str) -> Document:
     file = _files_of(source) / ADAPTER_CONFIG
     try:
         document: Document = json.loads(file.read_text())
+        if document.get("peft_type") not in (None, "LORA"):
+            document |= {"r": 1, "lora_alpha": 1}
         if int(document["r"]) < 1 or float(document["lora_alpha"]) <= 0:
             raise ValueError("r and lora_alpha must be positive")
     except (OSError, ValueError, TypeError, KeyError) as error:

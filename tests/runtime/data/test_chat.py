@@ -333,6 +333,38 @@ def test_rows_that_are_tokenized_already(tmp_path: Path, make_data: MakeData) ->
         )
 
 
+MASKS = {
+    "labels": [-100, -100, 3, 4],
+    "completion_mask": [0, 0, 1, 1],
+    "assistant_masks": [0, 0, 1, 1],
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_tokenized_rows_are_theirs(tmp_path: Path, make_data: MakeData, name: str) -> None:
+    """Wrong: a prompt that `labels` or a mask leaves out is trained on."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"input_ids": [1, 2, 3, 4], name: MASKS[name]}))
+    marked = make_data(path, tokens_field="input_ids", packing="best_fit", isolate_documents=True)
+    counts, _ = prepare_dataset(marked, 3).marks([0])
+    assert counts.tolist() == [[False, False, True, True]]
+    with pytest.raises(ConfigError, match=f"'{name}' leaves out 2 of 4.*data.packing: best_fit"):
+        prepare_dataset(make_data(path, tokens_field="input_ids"), 3)
+    path.write_text(json.dumps({"input_ids": [1, 2, 3, 4], name: MASKS[name][1:]}))
+    with pytest.raises(ConfigError, match=f"'{name}' holds 3 values for 4 tokens"):
+        prepare_dataset(marked, 3)
+
+
+def test_padding_of_tokenized_rows_is_left_out(tmp_path: Path, make_data: MakeData) -> None:
+    """Wrong: rows that were padded to one length train on their padding."""
+    path = tmp_path / "a.jsonl"
+    padded = [{"input_ids": [7, 8, 9, 0, 0], "attention_mask": [1, 1, 1, 0, 0]}]
+    padded.append({"input_ids": [0, 5], "attention_mask": [0, 1]})
+    path.write_text("\n".join(json.dumps(each) for each in padded))
+    dataset = prepare_dataset(make_data(path, tokens_field="input_ids"), 3)
+    assert dataset.rows([0]).tolist() == [[7, 8, 9, 5]]
+
+
 # packing ------------------------------------------------------------------------------------------
 
 

@@ -62,7 +62,7 @@ def turns(*answers: Any) -> list[Record]:
     return messages
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "trainable"])
+@pytest.mark.parametrize("key", ["weight", "train", "trainable", "loss"])
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["no marks", "marks"])
 def test_a_turn_marked_as_untrained_is_no_target(targets: Any, key: str, template: str) -> None:
     messages = turns("one", {"content": "two", key: 0}, {"content": "three", key: 1})
@@ -240,6 +240,30 @@ def test_an_unwanted_completion_is_named(
     with caplog.at_level(logging.WARNING):
         prepare_dataset(make_data(path, kind="prompt_completion"), 7)
     assert ("labelled false" in caplog.text) is not label
+
+
+def test_a_system_prompt_beside_texts_is_named(
+    tmp_path: Path, make_data: MakeData, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wrong: the column of `orca_dpo_pairs` is left out without a word."""
+    path = tmp_path / "a.jsonl"
+    record = {"system": "Be brief.", "prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
+    path.write_text(f"{json.dumps(record)}\n" * 9)
+    for fields in (None, {"prompt": ("system", "prompt")}):
+        warn_once.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            prepare_dataset(make_data(path, kind="preference", fields=fields), 99)
+        assert ("'system' has no effect" in caplog.text) is (fields is None)
+
+
+def test_functions_are_tools(targets: Any) -> None:
+    """The older form, beside `function_call`."""
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
+    messages = turns("one")
+    template = "{{ tools[0].function.name }}" + CHATML
+    text, _ = targets({"messages": messages, "functions": [function]}, template)
+    assert text.startswith("weather<|im_start|>")
 
 
 def test_each_turn_may_be_a_document(tmp_path: Path, make_data: MakeData) -> None:

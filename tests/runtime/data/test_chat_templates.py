@@ -14,7 +14,8 @@ import pytest
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from autohet.runtime.data.chat.template import ChatTemplate
+from autohet.runtime.data.chat.targets import render_chat, render_completion
+from autohet.runtime.data.chat.template import ChatTemplate, Conversation
 from autohet.runtime.data.examples import ChatExamples, Example
 from autohet.runtime.data.records import BrokenRecord
 from autohet.runtime.data.tokenization import LibraryTokenizer
@@ -218,3 +219,76 @@ def test_targets_are_what_the_assistant_wrote(
     if name in GO_ON_AFTER_CALLS:
         alone = alone.replace("Let me look.", "Let me look.<turn|>\n")
     assert without_reasoning(found) == alone
+
+
+HEADER = "{% if add_generation_prompt %}<assistant>{% endif %}"
+EACH = "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+SEPARATED = EACH + "{% if not loop.last %}<end>{% endif %}{% endfor %}" + HEADER
+"""As Apriel's and Hunyuan's: nothing ends the last turn."""
+THINKING = (
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% if loop.last and message.reasoning_content %}{{ message.reasoning_content }}/{% endif %}"
+    "{{ message.content }}{% if not loop.last %}<end>{% endif %}{% endfor %}" + HEADER
+)
+"""As Apriel's: the last turn alone has its reasoning, too."""
+PROMPTS = EACH + "<end>{% endfor %}<assistant><think>"
+"""As Command R7B's: a prompt follows in any case."""
+ORDERED = EACH + "<end>{% endfor %}<order>Write<end>" + HEADER
+"""As Command R+'s for tools: a prompt has more between the conversation and the turn."""
+ENDS_AFTER = EACH + "{% endfor %}{% if not add_generation_prompt %}<end>{% endif %}" + HEADER
+"""As Phi-3.5's, whose own end follows the loop."""
+ENDS_EACH = EACH + "{% endfor %}<end>"
+LOOKS_BACK = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% if message.role == 'tool' %}{% for other in messages %}{% if other.tool_calls %}"
+    "{{ other.tool_calls[0].function.name }}{% endif %}{% endfor %}{% endif %}"
+    "{% if message.tool_calls %}{{ message.tool_calls[0].function.name }}{% endif %}<end>"
+    "{% endfor %}" + HEADER
+)
+"""As Command R7B's and Solar's: a tool's result has the name of its call."""
+BRACKETS = (
+    "{% set open = namespace(turn=false) %}{% for message in messages %}"
+    "{% if message.role == 'tool' %}[{{ message.content }}]{% else %}"
+    "{% if open.turn and message.role == 'user' %}<end>{% set open.turn = false %}{% endif %}"
+    "{% if not open.turn %}<{{ message.role }}>{% endif %}"
+    "{% set open.turn = message.role == 'assistant' %}{{ message.content }}"
+    "{% if message.tool_calls %}({{ message.tool_calls[0].function.name }}){% endif %}"
+    "{% endif %}{% endfor %}" + HEADER
+)
+"""As Apertus's: a tool's result is in brackets, as marks of roles are elsewhere."""
+OWN = {
+    "separated": (SEPARATED, "one", ["Answer 1.<end>"]),
+    "separated, three": (SEPARATED, "system, three", [f"Answer {n}.<end>" for n in (1, 2, 3)]),
+    "separated, reasoning": (
+        THINKING,
+        "reasoning",
+        ["Answer 1.<end>", "Hm, let me see./Answer 2.<end>"],
+    ),
+    "a prompt follows": (PROMPTS, "one", ["Answer 1.<end>"]),
+    "a prompt with more": (ORDERED, "system, three", [f"Answer {n}.<end>" for n in (1, 2, 3)]),
+    "an end after all": (ENDS_AFTER, "one", ["Answer 1.<end>"]),
+    "an end in any case": (ENDS_EACH, "one", ["<assistant>Answer 1.<end>"]),
+    "results name calls": (
+        LOOKS_BACK,
+        "tools",
+        ["Let me look.weather<end>", "Answer 2.<end>", "Answer 3.<end>"],
+    ),
+    "results in brackets": (
+        BRACKETS,
+        "tools",
+        ["Let me look.(weather)", "Answer 2.<end>", "Answer 3.<end>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_targets_of_other_templates(library: PreTrainedTokenizerFast, case: str) -> None:
+    """Wrong: prompts, names in results and results that are targets, or a turn without an end."""
+    template, shape, expected = OWN[case]
+    messages = SHAPES[shape]
+    tools = TOOLS if "tools" in shape else None
+    made = render_chat(ChatTemplate(template, {}), Conversation(messages, tools), "assistant")
+    assert [made.text[begin:end] for begin, end in made.spans] == expected
+    whole = Conversation(messages[:-1], tools)
+    completion = render_completion(ChatTemplate(template, {}), whole, messages[-1:], "completion")
+    assert [completion.text[begin:end] for begin, end in completion.spans] == expected[-1:]

@@ -213,6 +213,26 @@ def test_a_text_beside_messages_is_one_of_them(
     same_rows(make_data, tmp_path, given, plain, kind="prompt_completion")
 
 
+@pytest.mark.parametrize("kind", ["prompt_completion", "preference"])
+def test_messages_in_a_text_are_messages(
+    tmp_path: Path, make_data: MakeData, tokenizer: Any, kind: str
+) -> None:
+    """Wrong: JSON, as a cell of a CSV file has it, is trained on; so is Python's form of a list."""
+    answer = [{"role": "assistant", "content": "Thus."}]
+    plain = {"prompt": DIALOG, "completion": answer}
+    if kind == "preference":
+        other = [{"role": "assistant", "content": "No."}]
+        plain = {"prompt": DIALOG, "chosen": answer, "rejected": other}
+    given = {name: json.dumps(value) for name, value in plain.items()}
+    same_rows(make_data, tmp_path, [given], [plain], kind=kind)
+    single = {name: value if name == "prompt" else value[0] for name, value in plain.items()}
+    same_rows(make_data, tmp_path, [single], [plain], kind=kind)
+    data = [{name: str(value) for name, value in plain.items()}]
+    path = write_jsonl(tmp_path / "python.jsonl", data)
+    with pytest.raises(ConfigError, match="no JSON, which has double quotes"):
+        prepare_dataset(make_data(path, tokenizer=str(tmp_path / "tokenizer"), kind=kind), 255)
+
+
 # the model's own tokenizer, and what it puts before a text ---------------------------------------
 
 

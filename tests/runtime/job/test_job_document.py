@@ -467,6 +467,7 @@ FAMILIAR = (
     " group_by_length data_seed flash_attention attn_implementation push_to_hub hub_model_id"
     " resume_from_checkpoint per_device_eval_batch_size evals_per_epoch saves_per_epoch adapter"
     " special_tokens rope_scaling template stage plot_loss bias precompute_ref_log_probs"
+    " type roles add_bos_token streaming shuffle max_samples max_train_samples"
     " truncation_mode max_prompt_length pad_token dataset_num_proc use_cache remove_unused_columns"
 )
 """Keys of everyday configs of TRL, axolotl and LLaMA-Factory, which all get an answer."""
@@ -533,6 +534,27 @@ def test_a_value_of_another_library_is_answered_with_the_choices(
     document[section].update(keys)
     (key,) = keys
     with pytest.raises(ConfigError, match=rf"{section}\.{key} is .*: use one of {choices}"):
+        Job.from_document(document)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "ours"),
+    [
+        ("training", "schedule", "constant_with_warmup", "constant"),
+        ("training", "schedule", "warmup_stable_decay", "wsd"),
+        ("training", "precision", "bfloat16", "bf16"),
+        ("training", "objective", "sft", "cross_entropy"),
+        ("data", "packing", "wrapped", "concat"),
+        ("data", "kind", "alpaca", "prompt_completion"),
+        ("data", "kind", "dpo", "preference"),
+    ],
+)
+def test_a_value_that_has_another_word_here_leads_to_it(
+    section: str, key: str, value: str, ours: str
+) -> None:
+    document = trainable()
+    document[section][key] = value
+    with pytest.raises(ConfigError, match=rf"use one of .*; {value} is {ours} here$"):
         Job.from_document(document)
 
 

@@ -164,6 +164,10 @@ def test_equal_settings_of_the_job_are_taken(base: Path, adapter: Path) -> None:
     ("changes", "message"),
     [
         ({"use_dora": True}, "has use_dora: true, which cannot be trained here"),
+        # peft changes the base as it loads these.
+        ({"init_lora_weights": "pissa"}, 'init_lora_weights: "pissa", which cannot be trained'),
+        ({"init_lora_weights": "olora"}, 'init_lora_weights: "olora", which cannot be trained'),
+        ({"peft_type": "IA3", "r": None}, 'peft_type: "IA3", which cannot be trained here'),
         ({"peft_type": "IA3"}, 'has peft_type: "IA3"'),
         ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern"),
         ({"trainable_token_indices": [3]}, "has trainable_token_indices"),

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from autohet.runtime.job import Job, ModelSection
@@ -481,69 +479,9 @@ def test_llama_cpps_readers_take_the_exported_directory(
     assert metadata.name is not None
 
 
-RENAMED_BY_CONVERTER = {
-    "correction_bias$": "correction.bias",
-    "gate_up_proj_bias$": "gate_proj.bias",
-    r"experts\.gate_up_proj$": "experts.gate_proj.weight",
-    "down_proj_bias$": "down_proj.bias",
-    "dt_bias$": "dt_proj.bias",
-}
-"""Names by pattern that the converter changes before it looks them up."""
-OLDER_KEYS = {"gpt2": "n_ctx", "cohere2": "rotary_pct"}
-GGUF_ARCHITECTURES = {
-    "deepseek_v3": "DEEPSEEK2",
-    "ministral3": "MISTRAL3",
-    "mistral": "LLAMA",
-    "mixtral": "LLAMA",
-    "gemma3_text": "GEMMA3",
-    "gpt_oss": "GPT_OSS",
-    "qwen3_5_text": "QWEN35",
-    "qwen3_moe": "QWEN3MOE",
-}
-
-
 def test_every_family_has_a_case() -> None:
     cases = [*TINY.values(), *OF_OTHER_FAMILIES.values()]
     assert {case["model_type"] for case in cases} == set(BUILT_IN)
-
-
-@needs_gguf
-@pytest.mark.parametrize("case", [*sorted(TINY), *OF_OTHER_FAMILIES])
-def test_the_names_are_those_of_llama_cpps_converter(
-    case: str, storage: Storage, tmp_path: Path
-) -> None:
-    """Its converter looks up `architectures[0]`, maps every tensor's name, and reads the special
-    tokens of the tokenizer's files.
-    """
-    import gguf
-
-    out = exported(storage, tmp_path, job_of(tmp_path, "bytes"), case)
-    config = json.loads((out / "config.json").read_text())
-    model_type = config["model_type"]
-    saved = model_of(case)
-    # The converter fails without them.
-    if model_type in OLDER_KEYS:
-        assert config[OLDER_KEYS[model_type]] is not None
-    assert config["architectures"] == [type(saved).__name__]
-    prediction = {"num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"}
-    assert not any(config[key] for key in prediction & config.keys()), "layers that no file holds"
-    architecture = GGUF_ARCHITECTURES.get(model_type, model_type.upper())
-    if architecture not in gguf.MODEL_ARCH.__members__:
-        pytest.skip(f"llama.cpp has no {architecture}")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], 2)
-    with safe_open(out / "model.safetensors", "pt") as weights:
-        stored = list(weights.keys())
-    assert stored
-    stored = [re.sub(r"\.experts\.\d+\.", ".experts.", name) for name in stored]  # joined there
-    for ours, theirs in RENAMED_BY_CONVERTER.items():
-        stored = [re.sub(ours, theirs, name) for name in stored]
-    unknown = [n for n in stored if names.get_name(n, (".weight", ".bias")) is None]
-    assert not unknown
-    special = gguf.SpecialVocab(out, load_merges=True)
-    assert special.special_token_ids["eos"] == 0
-    rotary = config.get("rope_parameters", {})
-    if "rope_theta" in rotary:
-        assert config["rope_theta"] == rotary["rope_theta"]
 
 
 OWN = "{{ messages[0]['content'] }} of my own"

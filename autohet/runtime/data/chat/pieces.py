@@ -19,6 +19,7 @@ _NO_MESSAGE = "\U000ffffd"
 """Mark of text that belongs to no message. Message i has the character _FIRST + i."""
 _MARK = re.compile("([\U000f0000-\U000ffffd])")
 MAX_MESSAGES = 0xFFFD
+ASSISTANTS = ("assistant", "model")
 
 
 class Piece(NamedTuple):
@@ -56,9 +57,13 @@ class Rendering(NamedTuple):
 
 
 class _Marker:
-    """Prints the marks of one rendering; the template calls its methods."""
+    """Prints the marks of one rendering; the template calls its methods.
+
+    What a message quotes of an answer (the name of a call beside its result) belongs to itself.
+    """
 
     def __init__(self, messages: Sequence[Any]) -> None:
+        self._messages = messages
         self._index_by_identity = {id(message): i for i, message in enumerate(messages)}
         self._current: int | None = None
         self._outer: list[int | None] = []
@@ -71,8 +76,14 @@ class _Marker:
         index = self._index_by_identity.get(id(value))
         if index is None:
             return ""
+        outer = self._outer[-1]
+        if outer is not None and not self._is_answer(outer):
+            index = outer
         self._current = index
         return chr(_FIRST + index)
+
+    def _is_answer(self, index: int) -> bool:
+        return self._messages[index].get("role") in ASSISTANTS
 
     def leave(self) -> str:
         outer = self._outer.pop()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from autohet.runtime.data.chat.pieces import Rendering
+from autohet.runtime.data.chat.pieces import ASSISTANTS, Rendering
 from autohet.runtime.data.chat.template import (
     ChatMessage,
     ChatTemplate,
@@ -24,8 +24,7 @@ from autohet.runtime.data.chat.template import (
 from autohet.runtime.data.records import BrokenRecord
 
 logger = logging.getLogger("autohet.data")
-ASSISTANTS = ("assistant", "model")
-TRAINED_KEYS = ("weight", "train", "trainable", "training")
+TRAINED_KEYS = ("weight", "train", "trainable", "training", "loss")
 _WORD = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s|\w+|.", re.DOTALL)
 """Parts of a prompt that text may agree with: special tokens, words, single other characters."""
 PROBE = "Zq4x"
@@ -45,19 +44,31 @@ class _Turns:
         self._add_end()
 
     def _add_end(self) -> None:
-        """Append the mark of the role that ends the last turn, where nothing else ends it."""
+        """Append what ends the last turn once another message follows, where nothing else does."""
         last = self._conversation.messages[-1]
-        if last["role"] not in ASSISTANTS or not self._template.ends_with_next:
+        ends_later = self._template.ends_with_next or self._template.leaves_last_open
+        if last["role"] not in ASSISTANTS or not ends_later or self._whole.tail.strip():
             return
-        follower = {"role": "tool" if last.get("tool_calls") else "user", "content": "."}
+        follower = {"role": "tool" if last.get("tool_calls") else "user", "content": PROBE}
         try:
             longer = self._template.render_pieces(self._conversation.followed_by(follower))
         except BrokenRecord:
             return
-        printed = longer.of(len(self._conversation.messages) - 1)
-        mark = _ROLE_MARK.match(longer.text, printed[-1].end) if printed else None
-        if mark is not None:
-            self.text += mark.group()
+        turn = len(self._conversation.messages) - 1
+        printed = longer.of(turn)
+        own = self._whole.of(turn)
+        if not printed or not own:
+            return
+        if self._template.ends_with_next:
+            self.text += _role_mark(longer.text, printed[-1].end, PROBE)
+            return
+        text = longer.text[printed[-1].begin : printed[-1].end]
+        ending = self.text[own[-1].begin :]
+        if text.startswith(ending):
+            self.text += text.removeprefix(ending)
+        else:
+            # Its reasoning is left out once another message follows.
+            self.text += self._template.end_of_answer or ""
 
     def spans(self, turn: int) -> list[MarkedSpan]:
         """Return the spans of the assistant's message `turn`: its text and its end.
@@ -101,7 +112,11 @@ class _Turns:
         header = (prompt.tail or self._template.header).lstrip()
         text = whole.text[own:]
         indent = len(text) - len(text.lstrip())
-        agreed = _agreement(header, text[indent:])
+        text = text[indent:]
+        agreed = _agreement(header, text)
+        for mark in _ROLE_MARK.finditer(header):
+            if text.startswith(header[mark.start() :]):
+                agreed = max(agreed, len(header) - mark.start())
         return max(place, own + indent + agreed if agreed else own)
 
     def _prompt(self, turn: int) -> Rendering:
@@ -112,15 +127,26 @@ class _Turns:
             return Rendering(self._template.header, [])
 
     def _end(self, turn: int, end: int) -> int:
-        if turn == len(self._conversation.messages) - 1:
-            end = len(self.text)
+        messages = self._conversation.messages
+        if turn == len(messages) - 1:
+            end = self.end
         elif self._template.ends_with_next:
-            mark = _ROLE_MARK.match(self.text, end)
-            end = end if mark is None else mark.end()
+            follower = text_of_content(messages[turn + 1].get("content"))
+            end += len(_role_mark(self.text, end, follower))
         # A space belongs to the token of what follows it.
         while self.text[end - 1] == " ":
             end -= 1
         return end
+
+    @property
+    def end(self) -> int:
+        """Place behind the last message, and behind what follows it but in a prompt."""
+        tail = self._whole.tail
+        if not tail.strip() or self._template.ends_with_next:
+            return len(self.text)
+        prompt = self._prompt(len(self._conversation.messages) - 1).tail
+        is_of_prompt = _agreement(prompt, tail) == len(tail)
+        return len(self.text) - (len(tail) if is_of_prompt else 0)
 
     def _span_between_prefixes(self, turn: int) -> MarkedSpan:
         """Return the span that a message adds to the rendering of the messages before it."""
@@ -171,6 +197,17 @@ class _Turns:
         return found
 
 
+def _role_mark(text: str, place: int, follower: str) -> str:
+    """Return the mark of a role that begins at `place`; empty if there is none.
+
+    `follower`: content of the message there, which may be in brackets.
+    """
+    mark = _ROLE_MARK.match(text, place)
+    if mark is None or mark.group(1)[1:-1] in follower:
+        return ""
+    return mark.group()
+
+
 def _agreement(prompt: str, text: str) -> int:
     """Return how many characters of `text` the prompt has written; whole words if not all of it."""
     common = _common_length(prompt, text)
@@ -212,7 +249,8 @@ def render_chat(template: ChatTemplate, conversation: Conversation, train_on: st
     turns = assistant_turns(conversation.messages)
     trained = [turn for turn in turns if is_trained(conversation.messages, turn)]
     if train_on == "all":
-        return _without(rendered, 0, [turn for turn in turns if turn not in trained])
+        untrained = [turn for turn in turns if turn not in trained]
+        return _without(rendered, (0, len(rendered.text)), untrained)
     if train_on == "completion":
         trained = [turn for turn in turns[-1:] if turn in trained]
     if not trained:
@@ -256,13 +294,14 @@ def render_completion(
     rendered = _Turns(template, whole)
     untrained = [turn for turn in assistant_turns(messages) if not is_trained(messages, turn)]
     if train_on == "all":
-        return _without(rendered, 0, untrained)
+        return _without(rendered, (0, len(rendered.text)), untrained)
     first = len(prompt.messages)
     before = template.render(whole.first(first), prompt=True)
     begin = len(before)
     if not rendered.text.startswith(before):
         begin = rendered.spans(first)[0][0]
-    return _without(rendered, begin, [turn for turn in untrained if turn >= first])
+    untrained = [turn for turn in untrained if turn >= first]
+    return _without(rendered, (begin, rendered.end), untrained)
 
 
 def turn_ends(template: ChatTemplate) -> list[str]:
@@ -295,14 +334,15 @@ def _fitted(template: ChatTemplate, conversation: Conversation) -> Conversation:
     return Conversation(messages, conversation.tools, conversation.options)
 
 
-def _without(rendered: _Turns, begin: int, untrained: list[int]) -> RenderedText:
-    """Return the text from `begin` on as targets, without the turns that are not trained."""
+def _without(rendered: _Turns, span: MarkedSpan, untrained: list[int]) -> RenderedText:
+    """Return the text of `span` as targets, without the turns that are not trained."""
     spans: list[MarkedSpan] = []
+    begin, end = span
     for turn in untrained:
         for left_out_begin, left_out_end in rendered.spans(turn):
             spans.append((begin, left_out_begin))
             begin = left_out_end
-    spans.append((begin, len(rendered.text)))
+    spans.append((begin, end))
     return RenderedText(rendered.text, [each for each in spans if each[0] < each[1]])
 
 
@@ -335,6 +375,11 @@ def _warn_of_lost_text(messages: Any, turns: list[int], text: str, spans: list[M
             )
     for turn in turns:
         message = messages[turn]
+        if text_of_content(message.get("content")).strip() not in text:
+            warn_once(
+                "the chat template leaves out text of some answers (beside tool calls, or reasoning"
+                " in it), which is not trained on; data.train_on: turns renders each as the last"
+            )
         for key in REASONING:
             if str(message.get(key) or "").strip() not in written:
                 warn_once(

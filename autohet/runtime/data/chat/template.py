@@ -20,7 +20,7 @@ from planner.inputs.documents import Document, Json
 
 _DATE = "strftime_now"
 """Function of templates that prints the present time."""
-RULES = "turns-1"
+RULES = "turns-2"
 """Version of the rules that make text and targets of a conversation."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _QUESTION, _ANSWER, _MORE = "Zq1x", "Zq2x", "Zq3x"
@@ -265,17 +265,25 @@ class ChatTemplate:
     @cached_property
     def ends_with_next(self) -> bool:
         """True if a turn of the assistant ends only with the mark of the role that follows."""
-        return self._end_of_answer is not None and not self._end_of_answer.strip()
+        return self.end_of_answer is not None and not self.end_of_answer.strip()
+
+    @cached_property
+    def leaves_last_open(self) -> bool:
+        """True if a turn of the assistant has its end only where another message follows."""
+        if self.end_of_answer is None or self.ends_with_next:
+            return False
+        alone = self.probe(*self._example[:2])
+        return _ANSWER in alone and not alone.rpartition(_ANSWER)[2].strip()
 
     @cached_property
     def marks_leave_end(self) -> bool:
         """True if the template's generation marks leave out what ends a turn."""
-        if not self.has_marks or self._end_of_answer is None:
+        if not self.has_marks or self.end_of_answer is None:
             return False
         rendered = self.render_marked(Conversation(self._example))
         last = max((end for _, end in rendered.spans), default=0)
         answer_end = rendered.text.index(_ANSWER) + len(_ANSWER)
-        left_out = self._end_of_answer[max(0, last - answer_end) :]
+        left_out = self.end_of_answer[max(0, last - answer_end) :]
         return bool(rendered.spans) and (bool(left_out.strip()) or self.ends_with_next)
 
     @cached_property
@@ -292,7 +300,7 @@ class ChatTemplate:
         return self.fit([_user(_QUESTION), _assistant(_ANSWER), _user(_MORE)])
 
     @cached_property
-    def _end_of_answer(self) -> str | None:
+    def end_of_answer(self) -> str | None:
         """Text that the assistant's message prints after its content; None if it is unknown."""
         if not self.probe(*self._example):
             return None
