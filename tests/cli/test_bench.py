@@ -14,14 +14,15 @@ import pytest
 
 from autohet.bench.recovery.bare import flows_of
 from autohet.bench.recovery.cases import SCENARIOS, config_of_size, policy_schedule
-from autohet.bench.recovery.object_server import BUCKET, ObjectServer
+from autohet.bench.recovery.object_server import ObjectServer
 from autohet.bench.recovery.simulated import PAPER
 from autohet.bench.recovery.storage import point_s3_clients_at
 from autohet.bench.step.report import pipelining_document
 from autohet.cli.main import main
 from autohet.emulate.namespaces import why_no_namespaces
 from autohet.runtime.job import Job
-from recovery.storage.errors import ObjectMissing
+from recovery.storage.claims import CLAIMS
+from recovery.storage.errors import ObjectExists, ObjectMissing
 from recovery.storage.open import open_storage
 from recovery.transfer.links import LinkRates
 from scripts.benchmarks.recovery import sweep
@@ -125,16 +126,15 @@ def test_restores_between_namespaces_are_right_and_beside_bare_copies(capsys):
 
 
 def test_the_benchmarks_object_server_is_a_storage(tmp_path):
-    """What a restore asks of S3: ranges, lists, what is not there."""
-    path = tmp_path / "prefix" / "a" / "one"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"0123456789")
-    path.with_name(".one.tmp").touch()
+    """What a restore asks of S3: conditional puts, ranges, lists, deletes."""
     with (
         closing(ObjectServer(tmp_path, "127.0.0.1")) as server,
         point_s3_clients_at(server.endpoint),
-        closing(open_storage(f"s3://{BUCKET}/prefix")) as storage,
+        closing(open_storage("s3://any/prefix")) as storage,
     ):
+        storage.put("a/one", b"0123456789")
+        with pytest.raises(ObjectExists):
+            storage.put("a/one", b"other", if_none_match=True)
         part = bytearray(4)
         storage.get_into("a/one", 3, memoryview(part))
         assert (bytes(part), storage.get("a/one"), storage.size("a/two")) == (
@@ -143,8 +143,13 @@ def test_the_benchmarks_object_server_is_a_storage(tmp_path):
             None,
         )
         assert [(item.name, item.size) for item in storage.list("a/")] == [("a/one", 10)]
+        storage.delete(["a/one", "a/two"])
+        left = [item.name for item in storage.list()]
+        assert left == [f"{CLAIMS}probe"], (
+            "the first conditional put's probe stays, and nothing else"
+        )
         with pytest.raises(ObjectMissing):
-            storage.get("a/two")
+            storage.get("a/one")
 
 
 def test_flows_of_a_worker_are_all_its_bytes():

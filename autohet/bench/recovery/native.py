@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from autohet.bench.recovery.bare import BareSender
-from autohet.bench.recovery.object_server import BUCKET, ObjectServer
-from autohet.bench.recovery.storage import point_s3_clients_at
+from autohet.bench.recovery.object_server import ObjectServer
+from autohet.bench.recovery.storage import BUCKET, point_s3_clients_at
 from autohet.bench.recovery.surroundings import Task, Wiring
 from autohet.bench.recovery.workers import CLOSE, BenchProcess, serve_agent
 from autohet.driver.loop.stop_signals import ignore_signals

@@ -8,13 +8,14 @@ from transformers import PreTrainedConfig
 
 from autohet.bench.recovery.cases import CHECKPOINT_STEP, NUM_LAYERS
 from autohet.bench.recovery.content import known_state
-from autohet.bench.recovery.object_server import BUCKET, ObjectServer
+from autohet.bench.recovery.object_server import ObjectServer
 from autohet.runtime.facts.layout import tensor_specs
 from recovery.checkpoint.commit import CheckpointFacts, CheckpointPart, commit_checkpoint
 from recovery.checkpoint.write import write_shards
 from recovery.state.layout import Layout
 from recovery.storage.open import open_storage
 
+BUCKET = "bench-recovery"
 MAX_FILE_BYTES = 64 << 20
 
 

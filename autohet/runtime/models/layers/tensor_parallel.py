@@ -205,12 +205,11 @@ class _SequenceOperation(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _apply_eagerly(function: Any, *arguments: Any, is_product: bool) -> Any:
-    """Apply `function` between the compiled parts of a block."""
     return arguments[0] if is_product and is_replaying() else function.apply(*arguments)
 
 
-def apply(function: Any, *arguments: Any, is_product: bool = False) -> Tensor:
-    """Apply an autograd function that communicates.
+def communicate(function: Any, *arguments: Any, is_product: bool = False) -> Tensor:
+    """Apply an autograd function that communicates, between the compiled parts of a block.
 
     is_product: of a matrix product, which selective recomputation keeps with its sum.
     """
@@ -224,41 +223,41 @@ def enter(x: Tensor, tp: TensorParallel | None) -> Tensor:
         return x
     if tp.cuts_sequence:
         return gather_sequence(x, tp)
-    return apply(_Enter, x, tp.group)
+    return communicate(_Enter, x, tp.group)
 
 
 def leave(x: Tensor, tp: TensorParallel | None, *, is_product: bool = True) -> Tensor:
-    """Sum the partial sums that leave a part of the model that is cut; is_product: see `apply`."""
+    """Sum the partial sums that leave a cut part of the model; is_product: see `communicate`."""
     if tp is None or tp.degree == 1:
         return x
     if tp.cuts_sequence:
         return reduce_sequence(x, tp)
-    return apply(_Leave, x, tp.group, is_product=is_product)
+    return communicate(_Leave, x, tp.group, is_product=is_product)
 
 
 def gather_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
     """Gather the ranks' parts of the sequence; each rank computes a part of the gradient."""
-    return apply(_SequenceOperation, x, tp, _gather_parts, _sum_own_part)
+    return communicate(_SequenceOperation, x, tp, _gather_parts, _sum_own_part)
 
 
 def reduce_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
     """Sum the ranks' partial sums, and return this rank's part of the sequence."""
-    return apply(_SequenceOperation, x, tp, _sum_own_part, _gather_parts)
+    return communicate(_SequenceOperation, x, tp, _sum_own_part, _gather_parts)
 
 
 def own_part(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return this rank's part of hidden states that are whole and equal on every rank."""
-    return apply(_SequenceOperation, x, tp, _take_own_part, _gather_parts)
+    return communicate(_SequenceOperation, x, tp, _take_own_part, _gather_parts)
 
 
 def own_part_alone(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return this rank's part of what every rank computed; each has a part of the gradient."""
-    return apply(_SequenceOperation, x, tp, _take_own_part, _place_own_part)
+    return communicate(_SequenceOperation, x, tp, _take_own_part, _place_own_part)
 
 
 def whole_of_parts(x: Tensor, tp: TensorParallel) -> Tensor:
     """Gather the ranks' parts of the sequence; every rank computes the same with the whole."""
-    return apply(_SequenceOperation, x, tp, _gather_parts, _take_own_part)
+    return communicate(_SequenceOperation, x, tp, _gather_parts, _take_own_part)
 
 
 def split_sequence(x: Tensor, tp: TensorParallel | None) -> Tensor:
@@ -346,7 +345,7 @@ class SplitNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         own_squares = wide.square().sum(-1, keepdim=True)
-        squares = apply(_SumBoth, own_squares, self.tp.group)
+        squares = communicate(_SumBoth, own_squares, self.tp.group)
         normalised = wide * torch.rsqrt(squares / self.width + self.epsilon)
         return (self.weight * normalised).to(x.dtype)
 
