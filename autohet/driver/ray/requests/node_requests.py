@@ -54,7 +54,7 @@ def node_request(
         instead, and which labels to add.
     """
     config = autoscaling_config(document)
-    wanted = config.workers(counts)
+    wanted = config.workers(counts, version)
     instead: dict[str, int] = {}
     for request in _candidates(config, counts, wanted, version):
         found = _schedule(config, request, version)
@@ -215,7 +215,7 @@ def _schedule_v2(config: AutoscalingConfig, request: NodeRequest) -> dict[str, i
     scheduling_request = SchedulingRequest(
         disable_launch_config_check=True,
         node_type_configs=configs,
-        max_num_nodes=config.max_workers + 1,
+        max_num_nodes=config.max_nodes,
         cluster_resource_constraints=resource_constraints(request),
         current_instances=instances,
     )
