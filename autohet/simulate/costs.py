@@ -63,10 +63,10 @@ class Costs:
         5.0, "s", "a new process opens its dataset and finds its place; an assumption, not measured"
     )
     rebuild_s: float = cost_field(
-        1.4,
+        0.6,
         "s",
-        "stop, groups and orders of processes that stay: 0.6 to 1.4 s measured (recovery.json,"
-        " measured_parts)",
+        "stop, groups and orders of processes that stay: 0.43 s measured at a death (demo.json, two"
+        " quiet cores), 0.6 to 1.4 s on busy ones (recovery.json, measured_parts)",
     )
     prepared_s: float = cost_field(
         0.5,
@@ -89,14 +89,14 @@ class Costs:
     communicators: float = cost_field(
         4.0,
         "groups",
-        "that a worker is in: pipeline, tensor parallel, gradients of its layers, votes; counted in"
-        " the runtime",
+        "that a worker of another trainer is in: pipeline, tensor parallel, gradients, votes; those"
+        " of AutoHet's plans are counted",
     )
     first_step_s: float = cost_field(
         2.0,
         "s",
         "the first step of a new process beyond a later one: 3.08 - 1.07 s measured on an H200"
-        " (gpu-h200.json)",
+        " (gpu-h200.json); a prepared one has run a microbatch before, and stalls by warm_step_s",
     )
     warm_step_s: float = cost_field(
         0.1,
@@ -157,11 +157,12 @@ class Costs:
         " 0.0235 s of a copy of 0.596 s on an H200 (gpu-h200.json)",
     )
 
-    def nccl_s(self, num_ranks: int) -> float:
-        """Return the seconds to build the groups of a generation."""
+    def nccl_s(self, num_ranks: int, num_groups: float | None = None) -> float:
+        """Return the seconds to build the groups of a generation; None: `communicators` groups."""
         # `nccl_init_s` is that of eight ranks, and log2(8) is 3.
         growth = max(1.0, math.log2(max(2, num_ranks)) / 3.0)
-        return self.communicators * self.nccl_init_s * growth
+        groups = self.communicators if num_groups is None else num_groups
+        return groups * self.nccl_init_s * growth
 
     def search_seconds(self, num_gpus: int, *, waiting: bool) -> float:
         """Return the seconds of one call to the planner; `waiting`: workers wait for the answer."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planner.errors import ConfigError
 from planner.inputs.catalogue import InstanceType, find_instance_type, instance_types
@@ -58,8 +58,8 @@ class AutoscaledType:
 
     @property
     def standing(self) -> int:
-        """Nodes that exist without any request."""
-        return self.min_workers + self.is_head
+        """Nodes that exist without any request; the head counts towards its type's minimum."""
+        return max(self.min_workers, self.is_head)
 
     @property
     def max_nodes(self) -> int:
@@ -78,18 +78,24 @@ class AutoscalingConfig:
     max_workers: int
     types: Mapping[str, AutoscaledType] = field(default_factory=dict)
 
+    @property
+    def max_nodes(self) -> int:
+        return self.max_workers + (self.head is not None)
+
     def standing(self, names: Iterable[str]) -> dict[str, int]:
         """Return the nodes of these types that exist without any request."""
         return {name: self.types[name].standing for name in names if name in self.types}
 
-    def workers(self, counts: Mapping[str, int]) -> dict[str, int]:
+    def workers(self, counts: Mapping[str, int], version: int = 2) -> dict[str, int]:
         """Return the nodes that Ray launches for `counts` nodes: without the head, with minimums.
 
-        Types without nodes are left out.
+        Types without nodes are left out. Version 1 of the autoscaler launches a type's minimum
+        beside the head.
         """
         found = {}
         for name, kind in self.types.items():
-            number = max(counts.get(name, 0), kind.standing) - kind.is_head
+            least = kind.standing + (kind.is_head and version == 1 and kind.min_workers > 0)
+            number = max(counts.get(name, 0), least) - kind.is_head
             if number:
                 found[name] = number
         return found
@@ -97,14 +103,11 @@ class AutoscalingConfig:
     def bound_of(self, kinds: Collection[NodeType]) -> NodeBound | None:
         """Return the bound on nodes of these types; None where no more can exist anyway."""
         planned = {kind.name for kind in kinds}
-        most = self.max_workers
+        most = self.max_nodes
         for name, kind in self.types.items():
             if name not in planned:
-                most -= kind.min_workers
-            elif kind.is_head:
-                most += 1
-        num_possible = sum(min(kind.max_nodes, most) for kind in kinds)
-        if num_possible <= most:
+                most -= kind.standing
+        if sum(kind.max_nodes for kind in kinds) <= most:
             return None
 
         standing = {name: number for name, number in self.standing(planned).items() if number}
@@ -115,11 +118,11 @@ class AutoscalingConfig:
 
         A quota of vCPUs must allow it.
         """
-        spare = self.max_workers - sum(kind.min_workers for kind in self.types.values())
+        spare = self.max_nodes - sum(kind.standing for kind in self.types.values())
         total = 0.0
         for name in sorted(self.types, key=lambda name: -weights.get(name, 0.0)):
             kind = self.types[name]
-            more = min(kind.max_workers - kind.min_workers, spare)
+            more = min(kind.max_nodes - kind.standing, spare)
             weight = weights.get(name, 0.0)
             # nodes without weight take no place from others
             spare -= more if weight else 0
@@ -160,7 +163,25 @@ def autoscaling_config(document: object, where: str = "cluster") -> AutoscalingC
         )
     if head is None and "max_workers" not in top:
         limit = sum(kind.max_workers for kind in types.values())
-    return AutoscalingConfig(head, limit, types)
+    config = AutoscalingConfig(head, limit, types)
+    # Nodes of an emulated fleet are started by its script, whatever an autoscaler would allow.
+    if provider_type(top) == "fake_multinode":
+        return config
+    spare = config.max_nodes - sum(kind.standing for kind in types.values())
+    possible = {name: _within(kind, spare, limit) for name, kind in types.items()}
+    return AutoscalingConfig(head, limit, possible)
+
+
+def _within(kind: AutoscaledType, spare: int, limit: int) -> AutoscaledType:
+    """Return the type with at most `spare` nodes beyond those that stand."""
+    most = max(0, kind.standing + spare - kind.is_head)
+    if kind.max_workers <= most:
+        return kind
+    note = (
+        f"'{kind.name}' can have {most} workers, not {kind.max_workers}: max_workers of the file is"
+        f" {limit}, the minimums of other types included"
+    )
+    return replace(kind, max_workers=most, note=kind.note or note)
 
 
 def _autoscaled_type(
@@ -180,7 +201,7 @@ def _autoscaled_type(
     resources = dict(stated)
     note = ""
     if provider_type(top) in DETECTING:
-        resources = {**_detected(row, config), **stated}
+        resources = {**_detected(row, config, is_head=is_head), **stated}
     elif "GPU" not in stated:
         num_gpus = _gpus_at_start(row, config, top, is_head=is_head)
         if num_gpus:
@@ -205,11 +226,16 @@ def _autoscaled_type(
     )
 
 
-def _detected(row: InstanceType | None, config: Json) -> dict[str, float]:
-    """Return the resources that Ray looks up for an instance type of EC2."""
+def _detected(row: InstanceType | None, config: Json, *, is_head: bool) -> dict[str, float]:
+    """Return the resources that Ray looks up for an instance type of EC2.
+
+    The memory, which no request names, counts in the score by which Ray chooses a type.
+    """
     found: dict[str, float] = {}
     if row is not None:
         found["GPU"] = row.num_gpus
+        if not is_head:
+            found["memory"] = row.host_memory_bytes
         if row.vcpus:
             found["CPU"] = row.vcpus
         if row.name in instance_types():

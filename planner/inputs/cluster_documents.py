@@ -92,7 +92,7 @@ def read_cluster_yaml(path: str | Path) -> object:
     try:
         documents = [found for found in yaml.safe_load_all(text) if found is not None]
     except yaml.YAMLError as error:
-        if re.search(r"{{.*}}|{%.*%}", text):
+        if re.search(r"{{.*}}|{%.*%}|%{|\${", text):
             raise ConfigError(
                 f"cluster '{path}' is a template; render it first (`helm template`, `envsubst`)"
             ) from None
@@ -203,7 +203,8 @@ def refuse_other_documents(top: Json, where: str) -> None:
         )
     if "apiVersion" in top and "kind" in top:
         raise ConfigError(
-            f"{where} is a {top['kind']} of {top['apiVersion']}; a RayCluster was expected"
+            f"{where} is a {top['kind']} of {top['apiVersion']}; KubeRay's RayCluster"
+            " (ray.io/v1) was expected"
         )
 
 

@@ -111,12 +111,20 @@ def as_launcher_document(document: Json, where: str) -> Document:
     _collect(errors, add_head)
     for group in read_sections(spec, "workerGroupSpecs"):
         _collect(errors, partial(_add_group, types, group, where, scales, notes))
+    for name, kind in types.items():
+        if scales and "CPU" not in kind["resources"]:
+            errors.append(
+                f"group '{name}' names no CPUs, without which Ray's autoscaler does not start; set"
+                " cpu under its limits, or num-cpus in rayStartParams"
+            )
     if errors:
         raise ConfigError("; ".join(errors))
     if spec.get("suspend"):
         notes.append(f"{where} is suspended: it has no pods until `suspend` is false")
     annotations = read_mapping(metadata.get("annotations") or {}, f"annotations of {where}")
-    notes += drain_notes(spec.get("workerGroupSpecs") or [], annotations)
+    groups = read_sections(spec, "workerGroupSpecs")
+    with_gpus = [group for group in groups if types[group["groupName"]]["resources"]["GPU"]]
+    notes += drain_notes(with_gpus, annotations)
     provider = {"type": "kuberay", "namespace": metadata.get("namespace", "default")}
     return {
         "cluster_name": str(metadata.get("name", "kuberay")),
@@ -163,12 +171,12 @@ def _cluster_spec(document: Json, where: str) -> Json:
                 " file"
             )
         return read_mapping(spec["rayClusterSpec"], f"rayClusterSpec of {where}")
-    if kind == "RayService" and "rayClusterConfig" in spec:
-        return read_mapping(spec["rayClusterConfig"], f"rayClusterConfig of {where}")
+    if kind == "RayService":
+        return read_mapping(spec.get("rayClusterConfig"), f"rayClusterConfig of {where}")
     if kind != "RayCluster":
         raise ConfigError(
-            f"{where} is a {kind} of {document.get('apiVersion')}; a RayCluster or RayJob was"
-            " expected"
+            f"{where} is a {kind} of {document.get('apiVersion')}; a RayCluster, RayJob or"
+            " RayService was expected"
         )
     return spec
 
@@ -211,6 +219,7 @@ def _num_nodes(group: Json, name: str, scales: bool) -> tuple[int, int]:
 
 def _count(group: Json, key: str, name: str, default: int | None) -> int:
     value = group.get(key, default)
+    _refuse_placeholder(value, f"{key} of worker group '{name}'")
     if value is None:
         raise ConfigError(f"worker group '{name}' has no {key}: how many nodes of it there may be")
     if not is_integer(value) or value < 0:
@@ -271,6 +280,10 @@ def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> Documen
         cpus = _round_up(given["cpu"], f"cpu of group '{name}'")
     if cpus is not None:
         shape["CPU"] = cpus
+    # No request names the memory, but it counts in the score by which Ray chooses a group.
+    memory = own.get("memory", start.get("memory", given.get("memory")))
+    if memory is not None:
+        shape["memory"] = _round_up(memory, f"memory of group '{name}'")
     standard = {"CPU", "GPU", "TPU", "memory"}
     for key in own.keys() - standard:
         shape[key] = _round_up(own[key], f"{key} of group '{name}'")
@@ -317,6 +330,7 @@ def _other_gpus(resources: Json, name: str) -> str:
 
 
 _QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:([numkKMGTPE])(i?)|[eE]([+-]?\d+))?")
+_PLACEHOLDER = re.compile(r"\$\{?\w+\}?")
 _SMALL = {"n": 1e-9, "u": 1e-6, "m": 1e-3}
 
 
@@ -339,6 +353,7 @@ def quantity(value: object) -> float | None:
 
 def _round_up(value: object, what: str) -> int:
     """A quantity, rounded up as Ray does."""
+    _refuse_placeholder(value, what)
     number = quantity(value)
     if number is None:
         raise ConfigError(f"{what} must be a quantity such as 8 or 500m, not {value!r}")
@@ -347,10 +362,18 @@ def _round_up(value: object, what: str) -> int:
 
 def _whole(value: object, what: str) -> int:
     """A start parameter, which Ray reads as an integer."""
+    _refuse_placeholder(value, what)
     try:
         return int(str(value))
     except ValueError:
         raise ConfigError(f"{what} must be a whole number, not {value!r}") from None
+
+
+def _refuse_placeholder(value: object, what: str) -> None:
+    if isinstance(value, str) and _PLACEHOLDER.fullmatch(value):
+        raise ConfigError(
+            f"{what} is {value}: the file is a template; render it first (`envsubst`)"
+        )
 
 
 def _required_labels(pod: Json) -> dict[str, tuple[str, ...]]:
@@ -390,11 +413,7 @@ def _placement(pod: Json, group: Json, num_gpus: int, name: str) -> Document:
     """Instance type, zone and market of the pod's node, and labels derived from it."""
     needed = _required_labels(pod)
     for label, values in needed.items():
-        if re.fullmatch(r"\$\{?\w+\}?", values[0]):
-            raise ConfigError(
-                f"{label} of group '{name}' is {values[0]}: the file is a template; render it first"
-                " (`envsubst`)"
-            )
+        _refuse_placeholder(values[0], f"{label} of group '{name}'")
     found: Document = {}
     # Kubernetes reserves the limit of a container that requests none.
     cpus = 0.0

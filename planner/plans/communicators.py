@@ -176,15 +176,15 @@ def _groups_by_worker(groups: Iterable[int], num_workers: int) -> list[int]:
 
 
 def num_border_groups(plan: Plan) -> int:
-    """Return the number of groups that carry messages between stages: two, or four.
+    """Return the number of groups that carry messages between stages: none, two, or four.
 
     Each direction has one group, or two if some stage has neighbours on both sides; a pipeline's
     borders then use the two in turns. A communicator runs its operations in order. A stage that
     received and sent over the same communicator would send only after receiving what may come
     later: four stages with eight microbatches deadlock that way.
     """
-    has_inner_stage = any(len(pipeline.stages) > 2 for pipeline in plan.pipelines)
-    return 4 if has_inner_stage else 2
+    most_stages = max(len(pipeline.stages) for pipeline in plan.pipelines)
+    return {1: 0, 2: 2}.get(most_stages, 4)
 
 
 def max_sync_groups(plan: Plan) -> int:

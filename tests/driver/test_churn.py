@@ -3,6 +3,7 @@ controller. The share of the time without a step is bounded.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,10 +31,18 @@ CHURN_FROM_S = 400.0
 """Time from which nodes come and go; all train by then."""
 
 
-def simulate(trace: list[TraceEvent], end_s: float) -> tuple[dict[str, Any], float]:
+CHURN_END_S = CHURN_FROM_S + 1800.0
+KILLED = {"detect_s": 0.24}
+"""Detection of a pod or a process that ends: its connections do, too (0.235 s in demo.json)."""
+
+
+def simulate(
+    trace: list[TraceEvent], end_s: float = CHURN_END_S, **costs: float
+) -> tuple[dict[str, Any], float]:
     """Return the document, and the share of the seconds after CHURN_FROM_S that no step took."""
     job = Job.from_document(job_document(horizon_s=None))
-    scenario = Scenario(job, CLUSTER, trace, end_s, Costs(boot_s=20.0, process_start_s=5.0))
+    costs = {"boot_s": 20.0, "process_start_s": 5.0, **costs}
+    scenario = Scenario(job, CLUSTER, trace, end_s, Costs(**costs))
     found = TraceSimulation(scenario).run("local_first")
     trained_s = 0.0
     for span in found["stretches"]:
@@ -57,9 +66,14 @@ def test_eight_arrivals_one_after_another_are_two_moves_at_the_most(apart_s: flo
     assert 1 <= len(found["reconfigurations"]) <= 2
 
 
-def flapping(names: list[str], notice_s: float | None, events: int = 21) -> list[TraceEvent]:
+SMALL = tuple(f"small-{i}" for i in range(4))
+
+
+def flapping(
+    names: Sequence[str], notice_s: float | None, events: int = 21, away_s: float = 15.0
+) -> list[TraceEvent]:
     """Return a trace in which these nodes in turn leave and come again within 30 minutes."""
-    trace = [arrival(0.0, f"small-{i}") for i in range(4)]
+    trace = [arrival(0.0, name) for name in SMALL]
     period_s = 1800.0 / events
     for index in range(events):
         at = CHURN_FROM_S + index * period_s
@@ -67,34 +81,63 @@ def flapping(names: list[str], notice_s: float | None, events: int = 21) -> list
         kind = "small"
         if notice_s is not None:
             trace.append(TraceEvent(at - notice_s, "notice", name, kind, gone_s=at))
-        trace += [TraceEvent(at, "death", name, kind), arrival(at + 15.0, name)]
+        trace += [TraceEvent(at, "death", name, kind), arrival(at + away_s, name)]
     return sorted(trace, key=lambda event: event.time_s)
 
 
-def test_deaths_of_a_node_in_a_row_cost_a_bounded_share_of_the_time() -> None:
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of a simulation compute on GPUs: communicators are built while all stand."""
+    monkeypatch.setattr(Job, "computes_on_cpu", property(lambda job: False))
+
+
+@pytest.mark.parametrize("notice_s", [30.0, None])
+def test_consolidations_cost_a_bounded_share_of_the_time(notice_s: float | None) -> None:
+    """A node in use leaves 21 times in 30 minutes, and its replacement is used before the next one.
+
+    Wrong: a change stops all, or is charged as if it did; a newcomer is cold though it is prepared.
+    """
+    found, share = simulate(flapping(SMALL, notice_s), **KILLED)
+    moves = Counter(change["cause"] for change in found["reconfigurations"])
+    assert moves["death" if notice_s is None else "notice"] == 21
+    assert moves["arrival"] >= 20
+    assert share <= MAX_LOST_SHARE
+    assert found["steps_lost"] == 0
+
+
+@pytest.mark.parametrize("names", [SMALL, SMALL[3:]])
+def test_consolidations_of_gpus_use_replacements_only_as_the_bound_allows(
+    names: tuple[str, ...], on_gpus: None
+) -> None:
+    """Each move builds communicators. All four nodes in turn: 21 moves are not avoidable, and what
+    they will cost is kept free. Wrong: the first minutes' arrivals spend the bound of 30 minutes.
+    """
+    found, share = simulate(flapping(names, 30.0), **KILLED)
+    assert share <= MAX_LOST_SHARE
+    moves = Counter(change["cause"] for change in found["reconfigurations"])
+    assert moves["arrival"] >= 5
+    assert found["steps_lost"] == 0
+
+
+@pytest.mark.parametrize(("events", "away_s"), [(5, 300.0), (21, 60.0), (60, 10.0)])
+def test_other_rhythms_of_one_node_are_bounded_alike(
+    events: int, away_s: float, on_gpus: None
+) -> None:
+    """Wrong: the simulated generation halts when a node dies that had left it."""
+    _, share = simulate(flapping(SMALL[3:], 30.0, events, away_s), **KILLED)
+    assert share <= MAX_LOST_SHARE
+
+
+def test_deaths_that_only_ray_notices_cost_a_bounded_share_beside_detection(on_gpus: None) -> None:
     """Wrong: each replacement is used at once, and its death stops all again."""
-    found, share = simulate(flapping(["small-3"], None), CHURN_FROM_S + 1800.0)
+    found, share = simulate(flapping(SMALL[3:], None))
     broken_off_s = 0.5 * found["changes_by_cause"]["death"] * found["stretches"][-1]["step_s"]
     assert share <= MAX_LOST_SHARE + broken_off_s / 1800.0
     assert any("have gone within 30 minutes" in each for each in found["decisions"])
 
 
-def test_consolidations_of_all_nodes_in_turn_cost_a_bounded_share_of_the_time() -> None:
-    """A node in use leaves each time, and its replacement is used before the next one leaves.
-
-    Wrong: a change stops all, or is charged as if it did.
-    """
-    names = [f"small-{i}" for i in range(4)]
-    found, share = simulate(flapping(names, 30.0), CHURN_FROM_S + 1800.0)
-    moves = Counter(change["cause"] for change in found["reconfigurations"])
-    assert moves["notice"] == 21
-    assert moves["arrival"] == 20
-    assert share <= MAX_LOST_SHARE
-    assert found["steps_lost"] == 0
-
-
-def test_a_node_that_stays_after_others_came_and_went_is_used_in_the_end() -> None:
-    found, _ = simulate(flapping(["small-3"], None), CHURN_FROM_S + 1800.0 + 1200.0)
+def test_a_node_that_stays_after_others_came_and_went_is_used_in_the_end(on_gpus: None) -> None:
+    found, _ = simulate(flapping(SMALL[3:], None), CHURN_END_S + 1200.0)
     last = found["reconfigurations"][-1]
     assert (last["cause"], last["nodes"]) == ("arrival", ["small-3"])
 
@@ -158,10 +201,12 @@ def ended(*names: str) -> tuple[Outlook, Any]:
 
 
 def test_a_replacement_is_on_probation_where_nodes_come_and_go_and_changes_cost_too_much() -> None:
-    budget_s = MAX_LOST_SHARE * CHURN_S
     outlook, now = ended("a", "b")
-    assert outlook.on_probation(now, ["new"], 5.0, budget_s - 10.0) == {}
-    found = outlook.on_probation(now, ["new"], 5.0, budget_s - 9.0)
+    # One more end after the first in 100 s makes 17 in the 1,700 s to come.
+    spare_s = MAX_LOST_SHARE * CHURN_S - 17 * 1.0 - 2 * 1.0
+    assert outlook.on_probation(now, ["new"], 1.0, spare_s) == {}
+    assert outlook.on_probation(now, ["new"], 1.0, spare_s + 0.1) != {}
+    found = outlook.on_probation(now, ["new"], 5.0, 0.0)
     assert found == pytest.approx({"new": 150.0 + 10 / MAX_LOST_SHARE})
     later = replace(now, now=151.0 + 10 / MAX_LOST_SHARE)
     assert outlook.on_probation(later, ["new"], 5.0, 1e9) == {}, "it has lived for long enough"

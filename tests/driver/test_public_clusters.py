@@ -67,7 +67,9 @@ def described_p3(name: str, vcpus: int, memory_mib: int, gpus: int) -> dict[str,
 
 
 DESCRIBED = {name: {"InstanceType": name, **row} for name, row in INSTANCE_TYPES.items()} | {
+    "p2.xlarge": described_p3("p2.xlarge", 4, 62464, 1),
     "p3.2xlarge": described_p3("p3.2xlarge", 8, 62464, 1),
+    "p3.8xlarge": described_p3("p3.8xlarge", 32, 249856, 4),
     "p3.16xlarge": described_p3("p3.16xlarge", 64, 499712, 8),
 }
 """Instance types as EC2 describes them (P3: EC2 User Guide, accelerated computing)."""
@@ -132,6 +134,103 @@ def largest_fleets(cluster: Cluster) -> list[dict[str, int]]:
     return alone if cluster.bound is not None else [*alone, whole]
 
 
+def aws_file(most: int | None, **types: dict[str, Any]) -> dict[str, Any]:
+    """A file in which each type has a label of its own; the first is the head's."""
+    for name, kind in types.items():
+        kind["node_config"] = {"InstanceType": kind.pop("machine")}
+        kind["labels"] = {"pool": name}
+    found = {
+        "cluster_name": "c",
+        "provider": {"type": "aws", "region": "us-east-1"},
+        "head_node_type": next(iter(types)),
+        "available_node_types": types,
+    }
+    return found if most is None else {**found, "max_workers": most}
+
+
+def machine(name: str, **counts: int) -> dict[str, Any]:
+    return {"machine": name, **counts}
+
+
+FILES = {
+    "a bound of the file below its types'": (
+        aws_file(2, head=machine("m5.large"), gpu=machine("g5.xlarge", max_workers=4)),
+        {"gpu": 2},
+    ),
+    "minimums of types without GPUs take places": (
+        aws_file(
+            3,
+            head=machine("m5.large"),
+            cpu=machine("c5.9xlarge", min_workers=1),
+            gpu=machine("g5.xlarge", max_workers=4),
+        ),
+        {"gpu": 2},
+    ),
+    "the head counts towards its type's minimum": (
+        aws_file(4, head=machine("g5.xlarge", min_workers=2, max_workers=3)),
+        {"head": 4},
+    ),
+    "equal machines in two types": (
+        aws_file(
+            4,
+            a=machine("p3.16xlarge", max_workers=4),
+            b=machine("p3.16xlarge", max_workers=1),
+        ),
+        {"a": 5, "b": 1},
+    ),
+    "memory in Ray's score": (
+        aws_file(
+            3,
+            a=machine("g5.12xlarge", max_workers=3),
+            b=machine("g6e.12xlarge", max_workers=1),
+            c=machine("c5.9xlarge"),
+        ),
+        {"a": 4, "b": 1},
+    ),
+}
+"""Files of our own, with the nodes at most of each type; Ray's scheduler has found each of them."""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_fleet_that_a_file_allows_is_what_ray_launches(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong: bounds and heads by rules of our own, equal scores in the order of the file."""
+    document, most = copy.deepcopy(FILES[name])
+    cluster = cluster_from_document(document)
+    assert {kind.name: kind.max_nodes for kind in cluster.node_types} == most
+    rays = rays_config(document, monkeypatch)
+    config = autoscaling_config(document)
+    standing = ray_launches(rays, NodeRequest())
+    assert standing == config.workers({})
+    for counts in itertools.product(*[range(number + 1) for number in most.values()]):
+        fleet = dict(zip(most, counts, strict=True))
+        if any(fleet[each] < config.types[each].standing for each in most):
+            continue
+        if cluster.bound is None or cluster.bound.allows(fleet):
+            launched = ray_launches(rays, node_request(cluster, document, fleet))
+            assert launched == config.workers(fleet), fleet
+        else:
+            with pytest.raises(ConfigError, match="max_workers"):
+                node_request(cluster, document, fleet)
+
+
+def test_a_group_without_cpus_is_refused_where_an_autoscaler_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray's own reading ends its autoscaler; without one `ray start` counts them."""
+    source = "ray-project/kuberay ray-operator/config/samples/ray-cluster-label-selector.yaml"
+    document = copy.deepcopy(PLANNED[source]["documents"][0])
+    resources = document["spec"]["workerGroupSpecs"][1]["template"]["spec"]["containers"][0]
+    resources["resources"] = {"limits": {"memory": "1Gi"}}
+    with pytest.raises(ValueError, match="failed to detect `CPU`"):
+        rays_config(document, monkeypatch)
+    with pytest.raises(ConfigError, match="'accelerator-group' names no CPUs"):
+        cluster_document([document], "cluster")
+    document["spec"]["enableInTreeAutoscaling"] = False
+    cluster_document([document], "cluster")
+
+
 def test_there_are_fifty_public_files() -> None:
     sources = {case["source"] for case in PUBLIC}
     assert len(sources) == len(PUBLIC)
@@ -162,8 +261,9 @@ def test_what_is_planned_is_what_ray_launches_and_what_is_priced(
     for counts in largest_fleets(cluster):
         launched = ray_launches(rays, node_request(cluster, document, counts))
         for name, minimum in minimums.items():
-            workers = counts.get(name, 0) - (name == head)
-            assert launched.get(name, 0) == max(minimum, workers), (name, counts)
+            # the head counts towards its type's minimum
+            nodes = max(minimum, counts.get(name, 0))
+            assert launched.get(name, 0) == max(0, nodes - (name == head)), (name, counts)
 
 
 def aws_document(case: dict[str, Any]) -> dict[str, Any] | None:
@@ -280,11 +380,11 @@ def test_the_vcpus_that_a_quota_must_allow_are_those_of_the_largest_fleet() -> N
             types[name] = AutoscaledType(name, None, {}, {}, least, most, is_head=name == "a")
         limit = sum(kind.min_workers for kind in types.values()) + chance.randrange(5)
         weights = {name: chance.choice((0, 4, 48)) for name in types}
-        ranges = [range(kind.min_workers, kind.max_workers + 1) for kind in types.values()]
-        allowed = [counts for counts in itertools.product(*ranges) if sum(counts) <= limit]
+        ranges = [range(kind.standing, kind.max_nodes + 1) for kind in types.values()]
+        allowed = [counts for counts in itertools.product(*ranges) if sum(counts) <= limit + 1]
         totals = [
             sum(number * weights[name] for number, name in zip(counts, types, strict=True))
             for counts in allowed
         ]
         config = AutoscalingConfig("a", limit, types)
-        assert config.largest_total(weights) == max(totals) + weights["a"]
+        assert config.largest_total(weights) == max(totals)

@@ -75,7 +75,8 @@ def pods(group: str, gpus: object, selector: dict[str, str], **counts: int) -> d
 
 
 def ray_cluster(*groups: dict[str, Any], autoscaling: bool = True) -> dict[str, Any]:
-    head = {"template": {"spec": {"containers": [{"name": "head", "image": "rayproject/ray"}]}}}
+    container = {"name": "head", "image": "rayproject/ray", "resources": {"limits": {"cpu": "1"}}}
+    head = {"template": {"spec": {"containers": [container]}}}
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",

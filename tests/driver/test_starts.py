@@ -14,9 +14,14 @@ from autohet.control.values.observation import Launches, StartingNode, StartStat
 from autohet.driver.ray.requests import pods
 from autohet.driver.ray.requests.launches import Attempts, LaunchWatch
 from autohet.driver.ray.requests.pods import Pods, starting_node
+from autohet.runtime.job import Job
+from autohet.simulate.costs import Costs
+from autohet.simulate.simulation import Scenario, TraceSimulation
+from autohet.simulate.spot_trace import TraceEvent
 from planner.inputs.cluster import Cluster, cluster_from_document
 from tests.driver.test_buying import World, few, seen_of
 from tests.driver.test_scaling import AWS
+from tests.driver.test_simulation import CLUSTER, job_document
 
 NO_ROOM = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 WORKER = {"ray.io/node-type": "worker", "ray.io/group": "g6e", "ray.io/cluster": "c"}
@@ -183,6 +188,20 @@ def test_eight_pods_that_need_six_minutes_each_are_bought_once(
     world = World(aws, {"g6e": 8, "g5-floor": 1})
     assert watch_for(world, Kubernetes(*slow), 660) == [{"g6e": 8, "g5-floor": 1}]
     assert (world.said, world.released) == ([], [])
+
+
+def test_machines_that_need_six_minutes_each_are_bought_once_by_the_whole_controller() -> None:
+    """SIMULATED time; nodes of another type can be had beside them.
+
+    Wrong: what starts for two minutes has failed, and four small nodes are bought beside the seven.
+    """
+    kinds = ("big", "pair", "small")
+    trace = [TraceEvent(0.0, "arrival", f"{kind}-{i}", kind) for kind in kinds for i in range(4)]
+    job = Job.from_document(job_document(horizon_s=None, max_usd_per_hour=8.0))
+    scenario = Scenario(job, CLUSTER, trace, 900.0, Costs(boot_s=360.0, process_start_s=5.0))
+    found = TraceSimulation(scenario).run("local_first")
+    assert found["steps"] > 0
+    assert [round(machine["begin_s"]) for machine in found["machines"]] == [0] * 7
 
 
 def test_a_pod_without_room_for_too_long_gives_way_to_other_nodes_with_the_reason(

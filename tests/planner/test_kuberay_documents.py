@@ -377,7 +377,7 @@ def test_resources_of_the_start_parameters_are_read_as_ray_reads_them() -> None:
     rays = _derive_autoscaling_config_from_ray_cr(copy.deepcopy(document))
     ours = as_launcher_document(document, "the file")["available_node_types"]["gpu"]["resources"]
     theirs = rays["available_node_types"]["gpu"]["resources"]
-    assert ours == {name: theirs[name] for name in theirs if name != "memory"}
+    assert ours == theirs
     assert ours["pool-a"] == 1
     for text in ('{"pool-a": 1}', '"{\\"pool-a\\": 0.5}"', "pool-a"):
         start["resources"] = text

@@ -118,7 +118,8 @@ class Outlook:
         would bring the cost of the last CHURN_S seconds' changes (`lost_s`) above MAX_LOST_SHARE of
         them. It has to live for long enough first. A change that comes anyway uses it at once.
         """
-        if lost_s + 2 * move_cost_s <= MAX_LOST_SHARE * CHURN_S:
+        coming_s = self._num_ends_to_come(seen.now) * move_cost_s
+        if lost_s + coming_s + 2 * move_cost_s <= MAX_LOST_SHARE * CHURN_S:
             return {}
         probation_s = min(MOST_PROBATION_S, 2 * move_cost_s / MAX_LOST_SHARE)
         found = {}
@@ -131,6 +132,14 @@ class Outlook:
             if comes_and_goes and seen.now < until:
                 found[name] = until
         return found
+
+    def _num_ends_to_come(self, now: float) -> float:
+        """Return the ends that complete CHURN_S seconds, at the rate since the first recent one."""
+        ends = [at for each in self.recent_ends.values() for at in each if at >= now - CHURN_S]
+        passed_s = now - min(ends, default=now)
+        if not passed_s:
+            return 0.0
+        return (len(ends) - 1) / passed_s * (CHURN_S - passed_s)
 
     def life_s(self, kind: str, *, spot: bool) -> float:
         """Return the expected life of a node of this type from now on, in seconds."""

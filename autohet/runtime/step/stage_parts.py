@@ -36,6 +36,7 @@ class StageGroups:
 
     `world`: all workers of the plan, for the vote. The vote starts after the last message of a
     step, so it shares a group of borders, which saves one communicator, unless steps are gated.
+    Without borders it is their only group.
     """
 
     tensor: Group | None
@@ -48,10 +49,14 @@ class StageGroups:
         """Build the groups that this worker is in, in the plan's order; every worker calls it."""
         stage = place.stage
         tensor = groups.group(stage.workers, "tensor") if stage.tp_degree > 1 else None
+        num_groups = num_border_groups(plan)
+        if not num_groups:
+            # Nothing crosses a border. The group of gradient sums would not do for votes: workers
+            # start both in different orders.
+            world = groups.group(plan.workers, "world")
+            return cls(tensor, [world, world], [world, world], world)
         # Unless some stage has borders on both sides, all borders share the even ones' groups.
-        borders = ("even", "even")
-        if num_border_groups(plan) > 2:
-            borders = ("even", "odd")
+        borders = ("even", "odd" if num_groups > 2 else "even")
         members = place.pipeline.workers if groups.gated else plan.workers
         forward = [groups.group(members, f"forward/{border}") for border in borders]
         backward = [groups.group(members, f"backward/{border}") for border in borders]

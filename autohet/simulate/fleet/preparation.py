@@ -61,9 +61,12 @@ class SimulatedPreparation:
             return None
         return Prepared(self._generation, WITHDRAWN if self._is_withdrawn else None)
 
+    def is_ready(self, generation: int) -> bool:
+        """Return True if this generation is prepared."""
+        is_built = self._ready_at <= self._clock.now and not self._is_withdrawn
+        return generation == self._generation and is_built
+
     def rebuild_s(self, generation: int) -> float:
         """Return the seconds to stop and to build this generation, without communicators."""
-        is_ready = self._ready_at <= self._clock.now and not self._is_withdrawn
-        if generation == self._generation and is_ready:
-            return self._costs.prepared_s
-        return self._costs.rebuild_s
+        costs = self._costs
+        return costs.prepared_s if self.is_ready(generation) else costs.rebuild_s

@@ -25,6 +25,7 @@ from autohet.simulate.fleet.order_bytes import push_s, snapshot_s, upload_s
 from autohet.simulate.fleet.preparation import SimulatedPreparation
 from autohet.simulate.trained_span import TrainedSpan
 from planner.inputs.fleet import node_of
+from planner.plans.communicators import communicators_by_worker
 from planner.plans.plan import Plan
 
 PaceOfPlan = Callable[[Plan], tuple[float, float]]
@@ -88,7 +89,8 @@ class SimulatedWorkers:
             return
         rebuild_s = self.preparation.rebuild_s(order.generation)
         if not self._job.on_cpu:
-            rebuild_s += self._costs.nccl_s(len(orders))
+            num_groups = max(communicators_by_worker(order.plan, tied=False).values())
+            rebuild_s += self._costs.nccl_s(len(orders), num_groups)
         self._begin(orders, self._clock.now + rebuild_s)
 
     def _begin(
@@ -96,9 +98,9 @@ class SimulatedWorkers:
     ) -> SimulatedGeneration:
         # The copies of the present generation are those that it has made until this moment.
         self._copies.keep_newest_round(self.generation)
-        self.preparation.end()
-
         order = _any_order(orders)
+        is_warm = self.preparation.is_ready(order.generation)
+        self.preparation.end()
         restore_s = 0.0
         bytes_by_tier: dict[str, int] = {}
         if order.transfers is not None:
@@ -106,7 +108,9 @@ class SimulatedWorkers:
             bytes_by_tier = dict(order.transfers.bytes_by_tier)
 
         _drop_steps_from(self.spans, order.start_step)
-        self.generation = generation = self._make_generation(orders, rebuilt_at + restore_s)
+        self.generation = generation = self._make_generation(
+            orders, rebuilt_at + restore_s, is_warm=is_warm
+        )
         self.spans.append(generation.span)
 
         self.s3_requests.count_restore(bytes_by_tier.get("s3", 0))
@@ -119,7 +123,7 @@ class SimulatedWorkers:
         return generation
 
     def _make_generation(
-        self, orders: Mapping[str, GenerationOrder], ready_at: float
+        self, orders: Mapping[str, GenerationOrder], ready_at: float, *, is_warm: bool
     ) -> SimulatedGeneration:
         order = _any_order(orders)
         members = order.plan.workers
@@ -146,7 +150,10 @@ class SimulatedWorkers:
             copies,
         )
         has_new = any(self._live.get(worker, (None, 0))[0] is None for worker in members)
-        warm_up_s = self._costs.first_step_s if has_new else self._costs.warm_step_s
+        # A stage of several workers communicates in its first pass, which nothing runs ahead.
+        is_warm &= all(stage.tp_degree == 1 for stage in order.plan.stages)
+        is_cold = has_new and not is_warm
+        warm_up_s = self._costs.first_step_s if is_cold else self._costs.warm_step_s
         span = TrainedSpan(
             order.generation,
             order.start_step,
@@ -241,7 +248,9 @@ class SimulatedWorkers:
         generation = self.generation
         if generation is None or generation.phase not in MOVING:
             return
-        if any(node_of(worker) in nodes for worker in generation.orders):
+        # Those that only gave their state are needed until it is built.
+        needed = generation.orders if generation.phase is Phase.BUILDING else generation.members
+        if any(node_of(worker) in nodes for worker in needed):
             generation.phase = Phase.HALTED
 
     def lose(self, node: str, died: float) -> None:

@@ -52,7 +52,7 @@ def node_request(
         instead, and which labels to add.
     """
     config = autoscaling_config(document)
-    wanted = config.workers(counts)
+    wanted = config.workers(counts, version)
     instead: dict[str, int] = {}
     for request in _candidates(config, counts, wanted, version):
         found = simulate_launches(config, request, version)
@@ -211,7 +211,7 @@ def _schedule_v2(config: AutoscalingConfig, request: NodeRequest) -> dict[str, i
     scheduling_request = SchedulingRequest(
         disable_launch_config_check=True,
         node_type_configs=configs,
-        max_num_nodes=config.max_workers + 1,
+        max_num_nodes=config.max_nodes,
         cluster_resource_constraints=resource_constraints(request),
         current_instances=instances,
     )
