@@ -198,6 +198,10 @@ JOBS = {
     ),
     "ORPO, texts, whole model": Job(preference, PAIRS, training={"objective": "orpo"}),
     "ORPO, conversations, LoRA": Job(
-        message_preference, PAIRS, training={"objective": "orpo"}, adapter=True
+        message_preference,
+        PAIRS,
+        training={"objective": "orpo"},
+        adapter=True,
+        choice="TRL appends the end token to rendered answers; guide: own_data.md",
     ),
 }

@@ -90,11 +90,12 @@ class Prepared:
             [template] * 3 + [lines],
             VOCABULARY,
         )
-        tokenizer = AutoTokenizer.from_pretrained(self.directory / "model", bos_token=BEGIN)
+        # Qwen's tokenizers have none, which TRL's ORPOTrainer would put before each prompt.
+        begin = BEGIN if self.job.begins or "bos_token" in template else None
+        tokenizer = AutoTokenizer.from_pretrained(self.directory / "model", bos_token=begin)
         if self.job.begins:
-            begin = tokenizer.bos_token_id
             tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-                single=f"{BEGIN} $A", special_tokens=[(BEGIN, begin)]
+                single=f"{BEGIN} $A", special_tokens=[(BEGIN, tokenizer.bos_token_id)]
             )
         tokenizer.save_pretrained(self.directory / "model")
         torch.manual_seed(7)
