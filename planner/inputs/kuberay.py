@@ -282,7 +282,7 @@ def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> Documen
         shape["CPU"] = cpus
     # No request names the memory, but it counts in the score by which Ray chooses a group.
     memory = own.get("memory", start.get("memory", given.get("memory")))
-    if memory is not None:
+    if quantity(memory) is not None:
         shape["memory"] = _round_up(memory, f"memory of group '{name}'")
     standard = {"CPU", "GPU", "TPU", "memory"}
     for key in own.keys() - standard:

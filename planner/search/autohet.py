@@ -100,14 +100,14 @@ def propose(request: Request, seeds: Iterable[Plan] = (), most_s: float = math.i
     """
     check_request(request)
     begin = request.clock()
+    shared = request.proposed
+    if shared is None or math.isfinite(most_s):
+        shared = {}
     key = (request.fleet.nodes, request.cost.assumed, request.uneven, request.needs_staging_room)
-    proposed = request.proposed.get(key) if math.isinf(most_s) else None
-    if proposed is None:
+    if key not in shared:
         tables = tables_of(request)
-        proposed = tables, proposals_for(request, tables, most_s)
-    if math.isinf(most_s):
-        request.proposed[key] = proposed
-    tables, proposals = proposed
+        shared[key] = tables, proposals_for(request, tables, most_s)
+    tables, proposals = shared[key]
     workers = set(request.fleet.workers)
     known = [plan for plan in seeds if workers.issuperset(plan.workers)]
     return Drafts(request, tables, known, proposals, begin)

@@ -30,7 +30,7 @@ class FleetSpace:
     """
 
     def __init__(self, request: Request):
-        self.request = request
+        self.request = replace(request, proposed={})
         by_machine = _nodes_by_machine(request)
         self.nodes = list(by_machine.values())
         self.machines = tuple(by_machine)

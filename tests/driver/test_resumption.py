@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 import torch
@@ -193,7 +194,7 @@ def test_a_checkpoint_cut_into_other_units_is_refused(
         return {
             name: spec
             if spec.split_dim is None
-            else replace(spec, cuts=(0, spec.shape[spec.split_dim]))
+            else msgspec.structs.replace(spec, cuts=(0, spec.shape[spec.split_dim]))
             for name, spec in specs.items()
         }
 

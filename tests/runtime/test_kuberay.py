@@ -236,10 +236,10 @@ def test_a_pod_has_the_memory_that_it_may_use() -> None:
         ("1e12", 1e12),
         ("1e", 1152 * 2**30),
     ):
-        limits = {"memory": quantity, "nvidia.com/gpu": "8"}
+        limits = {"cpu": "8", "memory": quantity, "nvidia.com/gpu": "8"}
         group["template"]["spec"]["containers"][0]["resources"] = {"limits": limits}
         assert of_the_group() == pytest.approx(num_bytes, rel=1e-3), quantity
-    gpus = {"nvidia.com/gpu": "8"}
+    gpus = {"cpu": "8", "nvidia.com/gpu": "8"}
     for resources in (
         {"requests": {"memory": "8Gi"}, "limits": gpus},
         {"limits": {"memory": "0", **gpus}},
@@ -339,7 +339,7 @@ def test_a_pod_is_not_killed_before_its_notice_is_over() -> None:
         ),
         (lambda d: d["spec"]["workerGroupSpecs"][1].update(groupName="p4d"), "groupName 'p4d'"),
         (lambda d: d["spec"]["workerGroupSpecs"][1].update(groupName=HEAD), f"groupName '{HEAD}'"),
-        (lambda d: d.update(kind="RayService"), "is a RayService of ray.io/v1"),
+        (lambda d: d.update(kind="RayService"), "rayClusterConfig of .* must be a mapping"),
     ],
 )
 def test_what_is_wrong_with_a_document_is_said(tmp_path: Path, change: Any, named: str) -> None:

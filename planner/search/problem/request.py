@@ -54,8 +54,8 @@ class Request:
     plans. If this refuses all plans, a search runs again without it: a job that can train today is
     not refused for a change that may never come.
 
-    proposed: tables and drafts by fleet and assumption. Requests derived from this one share
-    them: a part of a fleet that is compared by its drafts is often searched in full afterwards.
+    proposed: tables and drafts by fleet and assumption, if requests on parts of one fleet share
+    them: a part that is compared by its drafts is often searched in full afterwards.
 
     prove: prove a lower bound of the step time, which takes up to a second. brief: `autohet` judges
     its first drafts and makes no walk, a tenth of the work: enough to compare many fleets.
@@ -84,7 +84,7 @@ class Request:
     spmd: bool = False
     uneven: tuple[UnevenGroup, ...] = ()
     needs_staging_room: bool = True
-    proposed: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+    proposed: dict[Hashable, Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_late(self) -> bool:
