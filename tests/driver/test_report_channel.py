@@ -196,6 +196,21 @@ def test_the_next_driver_is_told_what_the_one_before_has_not_recorded(server: Re
         second.close()
 
 
+def test_a_driver_that_redirects_is_there_before_its_connection_is(
+    server: ReportServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the job is stopped then, a process would end for the gap before it."""
+    address = server.expect("a")
+    with telling(address, [0]) as sender:
+        gather(server, lambda found: found == [0])
+        server.close()
+        wait_until(lambda: sender.away_s > 0, "the end of the driver")
+        monkeypatch.setattr(sender, "_there_at", time.monotonic() - 3600.0)
+        assert sender.away_s > 3500.0
+        sender.redirect(address)
+        assert sender.away_s < 3500.0
+
+
 def test_news_that_waits_for_a_driver_is_bounded(
     server: ReportServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,13 +124,15 @@ class ReportSender:
     def redirect(self, address: ReportAddress) -> None:
         """Report to another driver from now on: first all news that no driver has recorded.
 
-        Any thread may call it.
+        That driver is there, though no connection to it may stand for a while. Any thread may call
+        it.
         """
+        self._there_at = time.monotonic()
         self._next_address = address
 
     @property
     def away_s(self) -> float:
-        """Seconds for which no driver has been there; 0 while one is connected."""
+        """Seconds since a driver was connected, or redirected this sender; 0 while one is."""
         return 0.0 if self._connection is not None else time.monotonic() - self._there_at
 
     def close(self) -> None:
