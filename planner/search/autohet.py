@@ -100,14 +100,15 @@ def propose(request: Request, seeds: Iterable[Plan] = (), most_s: float = math.i
     """
     check_request(request)
     begin = request.clock()
+    tables = tables_of(request)
     shared = request.proposed
     if shared is None or math.isfinite(most_s):
-        shared = {}
-    key = (request.fleet.nodes, request.cost.assumed, request.uneven, request.needs_staging_room)
-    if key not in shared:
-        tables = tables_of(request)
-        shared[key] = tables, proposals_for(request, tables, most_s)
-    tables, proposals = shared[key]
+        proposals = proposals_for(request, tables, most_s)
+    else:
+        key = request.fleet.nodes, request.cost.assumed, request.uneven, request.needs_staging_room
+        if key not in shared:
+            shared[key] = proposals_for(request, tables)
+        proposals = shared[key]
     workers = set(request.fleet.workers)
     known = [plan for plan in seeds if workers.issuperset(plan.workers)]
     return Drafts(request, tables, known, proposals, begin)

@@ -54,8 +54,8 @@ class Request:
     plans. If this refuses all plans, a search runs again without it: a job that can train today is
     not refused for a change that may never come.
 
-    proposed: tables and drafts by fleet and assumption, if requests on parts of one fleet share
-    them: a part that is compared by its drafts is often searched in full afterwards.
+    proposed: drafts by fleet and assumption, if requests on parts of one fleet share them: a part
+    that is compared by its drafts is often searched in full afterwards.
 
     prove: prove a lower bound of the step time, which takes up to a second. brief: `autohet` judges
     its first drafts and makes no walk, a tenth of the work: enough to compare many fleets.
