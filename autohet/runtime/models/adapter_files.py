@@ -35,7 +35,7 @@ from autohet.runtime.models.pretrained import TEXT_PARTS
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
 from planner.errors import ConfigError
-from planner.inputs.documents import Document, Json
+from planner.inputs.documents import Json, read_mapping
 from recovery.errors import RecoveryError
 from recovery.storage.open import open_storage
 
@@ -205,25 +205,22 @@ def _as_adapter(section: AdapterSection) -> Adapter:
     return Adapter(section.kind, section.rank, section.alpha, section.targets, rslora=False)
 
 
-def _read_settings(source: str) -> Document:
+def _read_settings(source: str) -> Json:
     """Return the content of adapter_config.json; raise ConfigError if it is no plain LoRA."""
     file = _files_of(source) / ADAPTER_CONFIG
     try:
-        document: Document = json.loads(file.read_text())
-        if document.get("peft_type") not in (None, "LORA"):
-            document |= {"r": 1, "lora_alpha": 1}
-        if int(document["r"]) < 1 or float(document["lora_alpha"]) <= 0:
+        document = read_mapping(json.loads(file.read_text()), ADAPTER_CONFIG)
+        is_lora = document.get("peft_type") in (None, "LORA")
+        if is_lora and (int(document["r"]) < 1 or float(document["lora_alpha"]) <= 0):
             raise ValueError("r and lora_alpha must be positive")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"model.adapter.from: '{source}' has no readable {ADAPTER_CONFIG}"
             f" ({type(error).__name__}: {error})"
         ) from None
-    # Twice the rank and alpha for gate and up of experts, which are one stack.
-    wider = {FUSED_RANKS: 2 * document["r"]}, {FUSED_RANKS: 2 * document["lora_alpha"]}
-    patterns = document.get("rank_pattern") or {}, document.get("alpha_pattern") or {}
+    # An adapter of another type, which has none of these settings, is refused by its type.
     plain_values = dict(PLAIN)
-    if patterns not in (({}, {}), wider):
+    if is_lora and not _has_plain_ranks(document):
         plain_values |= {"rank_pattern": ({},), "alpha_pattern": ({},)}
     for key, plain in plain_values.items():
         value = document.get(key)
@@ -233,6 +230,16 @@ def _read_settings(source: str) -> Document:
                 " cannot be trained here; merge it into its base with peft, and train that"
             )
     return document
+
+
+def _has_plain_ranks(document: Json) -> bool:
+    """Return True if all maps have one rank and alpha, or experts' gate and up have twice those.
+
+    Gate and up are one stack.
+    """
+    wider = {FUSED_RANKS: 2 * document["r"]}, {FUSED_RANKS: 2 * document["lora_alpha"]}
+    patterns = document.get("rank_pattern") or {}, document.get("alpha_pattern") or {}
+    return patterns in (({}, {}), wider)
 
 
 def _stored_names(source: str, config: PreTrainedConfig, document: Json) -> dict[str, str]:

@@ -189,6 +189,12 @@ def test_an_adapter_of_another_kind_is_refused(
         first_logits(section_of(base, adapter))
 
 
+def test_settings_that_are_no_mapping_are_said_to_be_unreadable(base: Path, adapter: Path) -> None:
+    (adapter / "adapter_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="no readable adapter_config"):
+        load_config(section_of(base, adapter))
+
+
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors", "."])
 def test_missing_files_are_named(missing: str, base: Path, adapter: Path) -> None:
     if missing == ".":
