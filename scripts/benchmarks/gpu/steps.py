@@ -61,14 +61,7 @@ def chat(machine: Machine) -> dict[str, Any]:
     if on_gpu:
         sides["autohet_compiled"] = lambda: mine(compiled=True)
         sides["plain_compiled"] = lambda: plain(job, machine.device, rows, compiled="blocks")
-    tokens = job.training.global_batch_sequences * length
-    figures: dict[str, Any] = {}
-    for name, make in sides.items():
-        found, _ = _measure(make, on_gpu)
-        figures[name] = found | {"tokens_per_s": tokens / found["step_s"]}
-        if on_gpu:
-            gc.collect()
-            torch.cuda.empty_cache()
+    figures, _ = _measure_each(sides, job, on_gpu)
     return figures | _compared(figures)
 
 
@@ -90,25 +83,16 @@ def _compare(
     on_gpu = machine.device_type == "cuda"
     flops = planning_inputs(job).training_flops * job.training.global_batch_sequences
     product = _product_flops_per_s(machine)
-    figures: dict[str, Any] = {"product_flops_per_s": product, "step_flops": flops}
-    losses: dict[str, list[float]] = {}
-    for name, make in _sides(job, machine, whole_model=whole_model).items():
-        if on_gpu and not eager and "compiled" not in name:
-            continue
-        try:
-            found, losses[name] = _measure(make, on_gpu)
-        except torch.OutOfMemoryError:
-            figures[name] = {"why_not": "out of memory"}
-        else:
+    sides = _sides(job, machine, whole_model=whole_model)
+    if on_gpu and not eager:
+        sides = {name: make for name, make in sides.items() if "compiled" in name}
+    measured, losses = _measure_each(sides, job, on_gpu)
+    for found in measured.values():
+        if "step_s" in found:
             achieved = flops / found["step_s"]
-            tokens = job.training.global_batch_sequences * job.training.sequence_length
-            found["tokens_per_s"] = tokens / found["step_s"]
             found["mfu"] = mfu(achieved, machine.device)
             found["of_product"] = achieved / product
-            figures[name] = found
-        if on_gpu:
-            gc.collect()
-            torch.cuda.empty_cache()
+    figures = {"product_flops_per_s": product, "step_flops": flops, **measured}
     figures |= _compared(figures)
     reference = next(iter(losses.values()), [])
     differences = [abs(a - b) for each in losses.values() for a, b in zip(each, reference)]
@@ -116,6 +100,26 @@ def _compare(
     if figures["max_abs_loss_difference"] > LOSS_TOLERANCE:
         raise Failed("the sides do not train alike", figures)
     return figures
+
+
+def _measure_each(
+    sides: dict[str, Callable[[], Side]], job: Job, on_gpu: bool
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Return figures and losses of each side; one that does not fit has the reason alone."""
+    tokens = job.training.global_batch_sequences * job.training.sequence_length
+    figures: dict[str, Any] = {}
+    losses: dict[str, list[float]] = {}
+    for name, make in sides.items():
+        try:
+            found, losses[name] = _measure(make, on_gpu)
+        except torch.OutOfMemoryError:
+            figures[name] = {"why_not": "out of memory"}
+        else:
+            figures[name] = found | {"tokens_per_s": tokens / found["step_s"]}
+        if on_gpu:
+            gc.collect()
+            torch.cuda.empty_cache()
+    return figures, losses
 
 
 def _compared(figures: dict[str, Any]) -> dict[str, float]:

@@ -6,7 +6,6 @@ an H200 with 1 billion parameters: 0.78 s a step compiled, 1.07 s eager.
 
 import importlib
 import inspect
-import logging
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,6 @@ from autohet.runtime.models.registry import FAMILIES
 from autohet.runtime.models.stages.stage import StageModel
 from planner.cost.parameters import MIN_COMPILED_PARAMETERS
 
-logger = logging.getLogger("autohet.worker")
 LIBRARY = "liger_kernel.transformers.monkey_patch"
 WANTED = ("rope", "rms_norm", "swiglu")
 """Kernels to use from the library, without its loss.
