@@ -28,9 +28,13 @@ from autohet.runtime.groups.gloo import GlooGroup
 from autohet.runtime.groups.group import Group
 from autohet.runtime.groups.nccl import NcclGroup
 
-STORE_POLL_S = 0.005
+STORE_POLL_S = 0.001
+POLL_GROWTH = 1.5
 LONGEST_STORE_POLL_S = 0.05
-"""Seconds between the first two polls of the store, and the limit as they grow."""
+"""Seconds between the first two polls of the store, their growth, and the limit as they grow.
+
+Members that have just met for another group arrive within milliseconds of each other.
+"""
 MOST_NAMED = 8
 BUILD_POLL_S = 0.02
 INTERRUPT_S = 1.0
@@ -133,7 +137,7 @@ class GenerationGroups:
             if time.monotonic() > deadline:
                 raise PeerLost(f"not everyone came to {name} within {limit_s:.0f} s")
             time.sleep(pause_s)
-            pause_s = min(1.25 * pause_s, LONGEST_STORE_POLL_S)
+            pause_s = min(POLL_GROWTH * pause_s, LONGEST_STORE_POLL_S)
         self._met.add(name)
 
     def group(self, members: Iterable[str], purpose: str = "sync") -> Group:

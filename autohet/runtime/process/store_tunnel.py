@@ -22,7 +22,6 @@ import struct
 import threading
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 logger = logging.getLogger("autohet")
 NONCE = struct.Struct("!16s")
@@ -31,11 +30,7 @@ HELLO = struct.Struct("!Q16s32s")
 WELCOME = struct.Struct("!32s")
 LOOPBACK = "127.0.0.1"
 PIECE_BYTES = 1 << 16
-ESTABLISHED = "01"
-LOOPBACK_BY_TABLE = {
-    "/proc/self/net/tcp": "0100007F",
-    "/proc/self/net/tcp6": "0000000000000000FFFF00000100007F",
-}
+INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 def generation_secret(key: bytes, generation: int) -> bytes:
@@ -196,23 +191,28 @@ class _Pair:
 
 
 def is_own_connection(client_port: int, server_port: int) -> bool:
-    """Return True if the client of a loopback connection is a socket of this process.
+    """Return True if the client of a connection to LOOPBACK is a socket of this process.
 
-    The connection must be established. The kernel's tables (proc(5)) decide; torch connects by an
-    IPv6 socket to the mapped IPv4 address.
+    The process's own descriptors decide: the kernel's table of all connections takes many
+    milliseconds to read.
     """
-    for table, address in LOOPBACK_BY_TABLE.items():
-        ends = [f"{address}:{client_port:04X}", f"{address}:{server_port:04X}"]
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[1:4] == [*ends, ESTABLISHED]:
-                return _is_open_here(f"socket:[{fields[9]}]")
-    return False
-
-
-def _is_open_here(link: str) -> bool:
     for entry in os.scandir("/proc/self/fd"):
+        # Other threads close descriptors meanwhile.
         with suppress(OSError):
-            if os.readlink(entry.path) == link:
-                return True
+            if not os.readlink(entry.path).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as held:
+                if held.family in INTERNET and _ends_of(held) == (client_port, server_port):
+                    return True
     return False
+
+
+def _ends_of(connected: socket.socket) -> tuple[int, int] | None:
+    """Return the ports of both ends of a connection to LOOPBACK; None for another one.
+
+    torch connects by an IPv6 socket to the mapped IPv4 address.
+    """
+    host, port = connected.getpeername()[:2]
+    if host not in (LOOPBACK, f"::ffff:{LOOPBACK}"):
+        return None
+    return int(connected.getsockname()[1]), int(port)
