@@ -15,6 +15,7 @@ from autohet.runtime.process.stopped import ProcessState
 
 HEARTBEAT_S = 10.0
 TICK_S = 0.05
+GONE = ProcessState("X", 0, 0)
 STILL = {1: ProcessState("T", 70, 5), 2: ProcessState("T", 80, 6)}
 
 
@@ -106,8 +107,27 @@ def test_a_process_that_is_slow_or_held_up_has_the_whole_time(state: str) -> Non
     )
 
 
-def test_a_process_that_is_not_there_is_left_to_those_who_know_its_end() -> None:
-    assert silent_for(Agents([{}])) is None
+@pytest.mark.parametrize("looks", [{}, {1: GONE, 2: GONE}])
+def test_a_connected_process_that_is_not_there_is_left_to_those_who_know_its_end(
+    looks: Mapping[int, ProcessState],
+) -> None:
+    assert silent_for(Agents([looks])) is None
+
+
+@pytest.mark.parametrize("state", ["X", "Z", "T", "R", "S", None])
+def test_without_its_connection_a_process_that_has_ended_is_lost_at_once(state: str | None) -> None:
+    """Wrong: the network's end of a connection is a death, or the end of a process is waited for.
+
+    None: the node has no /proc.
+    """
+    agents = Agents([{} if state is None else {1: ProcessState(state, 70, 5)}])
+    detector = FreezeDetector(ElasticSection().timeouts(), agents)
+    both = {"a": "agent of a", "b": "agent of b"}
+    heard = [Heard("a/0", 1, 0.0, is_connected=False), Heard("a/1", 2, 0.0), Heard("b/0", 3, 0.0)]
+    assert detector.frozen(heard, both, 0.0) == {}
+    assert agents.questions == [([1],)], "only the one whose connection ended is asked about"
+    lost = detector.frozen(heard, both, TICK_S)
+    assert lost.keys() == ({"a/0"} if state in ("X", "Z") else set())
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,9 @@ def test_only_a_process_that_was_stopped_is_stopped(process: subprocess.Popen[by
     assert look(process, lambda state: not state.stopped).started_ticks == first.started_ticks
 
 
-def test_what_is_gone_has_no_state() -> None:
+def test_what_is_gone_has_ended_before_and_after_it_is_reaped() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        assert look(process, lambda state: state.ended).state == "Z"
         process.wait(20)
-    assert process_states([process.pid]) == {}
+    assert process_states([process.pid])[process.pid].ended
     assert process_states([os.getpid()])[os.getpid()].state == "R"

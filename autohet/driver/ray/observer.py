@@ -14,6 +14,7 @@ from autohet.driver.checkpoints.durable import Durable
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.agents.agent_calls import AgentReport, Inventories
 from autohet.driver.ray.agents.agent_commands import AgentCommands
+from autohet.driver.ray.agents.ended_agents import EndedAgents
 from autohet.driver.ray.data_watch import DataWatch
 from autohet.driver.ray.gpu_users import gpu_users
 from autohet.driver.ray.ray_calls import RayCalls
@@ -101,9 +102,10 @@ class RayObserver:
         self.worker_reports = Reports(host, clock, self.timeouts.suspicion_s / BEATS, self.wake_up)
         self._merged_at = -math.inf
 
-        self.calls = RayCalls()
+        self.calls = RayCalls(self.wake_up.wake)
         self.inventories = Inventories(self.calls, self.timeouts)
         self.agent_commands = AgentCommands(self.timeouts, self.calls)
+        self._ended_agents = EndedAgents(self.wake_up.wake)
         self._data = DataWatch(job)
         self._nodes_read_at = -math.inf
         self._busy_read_at = -math.inf
@@ -312,8 +314,11 @@ class RayObserver:
 
         A node cannot be used without an agent: it is given up, and taken into use again if it may.
         """
+        answers = self.agent_reports.answers
+        for name in self._ended_agents.find(answers):
+            answers[name].error = "its connection ended, and its node refuses another one"
         self._losses.find(self.agents, now)
-        for name, answer in list(self.agent_reports.answers.items()):
+        for name, answer in list(answers.items()):
             if answer.error is not None and name in self.nodes:
                 tracked = self._forget(name, f"its node's agent died ({answer.error})", now)
                 self.tracked.retry_or_leave_out(name, tracked, now)

@@ -1,6 +1,7 @@
 """Ray's calls to agents without waiting, and descriptions of Ray's errors on dead actors."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -14,15 +15,21 @@ OBSERVING = ("process_states",)
 
 
 class RayCalls:
-    """Implements `AgentCalls` for Ray actors. `epoch`: that of this driver."""
+    """Implements `AgentCalls` for Ray actors.
 
-    def __init__(self) -> None:
+    `epoch`: that of this driver. wake: called by a thread of Ray's once an observing call is
+    answered.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
         self.epoch = 0
+        self._wake = wake
 
     def ask(self, agent: Any, method: str, *arguments: Any) -> ray.ObjectRef[Any]:
         ref: ray.ObjectRef[Any]
         if method in OBSERVING:
             ref = getattr(agent, method).remote(*arguments)
+            ref.future().add_done_callback(lambda _: self._wake())
         else:
             ref = agent.command.remote(self.epoch, method, *arguments)
         return ref

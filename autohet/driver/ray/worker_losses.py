@@ -48,7 +48,9 @@ class WorkerLosses:
                 if answer.broke_off_at is not None:
                     self._check_connection(worker, answer.broke_off_at, now)
             if answer.heard_at is not None and worker not in self.by_worker:
-                heard.append(Heard(worker, answer.value.process_id, answer.heard_at))
+                is_connected = answer.broke_off_at is None
+                process_id = answer.value.process_id
+                heard.append(Heard(worker, process_id, answer.heard_at, is_connected))
         for worker, reason in self.freezes.frozen(heard, agents, now).items():
             self.lose(worker, reason, now)
 

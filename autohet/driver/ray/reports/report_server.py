@@ -146,6 +146,11 @@ class ReportServer:
         """Return a descriptor that is readable while there is more input than heartbeats."""
         return self._poll.fileno()
 
+    @property
+    def has_ends(self) -> bool:
+        """True if the input has the end of a connection."""
+        return any(ready & OVER for _, ready in self._poll.poll(0))
+
     def take(self) -> tuple[set[str], list[News]]:
         """Return the input so far: names of the senders heard, and their messages in order."""
         heard: set[str] = set()

@@ -1,8 +1,9 @@
-"""Detection of frozen workers and nodes, sooner than the heartbeat's time-out.
+"""Detection of ended and frozen workers and nodes, sooner than Ray or the heartbeat's time-out.
 
-If a worker is silent for half of `suspicion_s`, the driver asks its node's agent, a process of its
-own, about it. A death is certain after `suspicion_s`, before the heartbeat's time-out is over, in
-two cases:
+If a worker's connection ends, or it is silent for half of `suspicion_s`, the driver asks its node's
+agent, a process of its own, about it. Without a connection a death is certain as soon as the agent
+sees that the process has ended: Ray may name it much later. Otherwise it is certain after
+`suspicion_s`, before the heartbeat's time-out is over, in two cases:
 
 * the agent sees, twice in a row, that the worker's process was stopped and has not run in between;
 * the agent does not answer either, nor does any other worker of the node: the node as a whole is
@@ -37,11 +38,12 @@ The rest of a longer round does not count: a driver that itself slept has waited
 
 @dataclass(frozen=True)
 class Heard:
-    """Worker that has been heard of, and the time of its last sign."""
+    """Worker that has been heard of, the time of its last sign, and if it has a connection."""
 
     worker: str
     process_id: int
     heard_at: float
+    is_connected: bool = True
 
     @property
     def node(self) -> str:
@@ -87,15 +89,16 @@ class FreezeDetector:
         for worker in heard:
             by_node.setdefault(worker.node, []).append(worker)
         suspicion_s = self._timeouts.suspicion_s
-        watched = _quiet(by_node, agents, now - LOOK_FROM * suspicion_s)
+        watched = _suspects(by_node, agents, now - LOOK_FROM * suspicion_s)
         silent = _quiet(by_node, agents, now - suspicion_s)
 
         lost = agents.keys() - by_node.keys()
-        stopped = self._take_looks(watched, lost)
+        ended, stopped = self._take_looks(watched, lost)
         certain: set[str] = set()
         for suspects in silent.values():
             certain.update(suspect.worker for suspect in suspects)
-        verdicts = {worker: why for worker, why in stopped.items() if worker in certain}
+        verdicts = ended
+        verdicts |= {worker: why for worker, why in stopped.items() if worker in certain}
 
         self._ask_agents(watched, agents)
         found = set()
@@ -146,28 +149,34 @@ class FreezeDetector:
             return LOOK_PERIOD_S
         return self._awake_s - self._asked_at[node]
 
-    def _take_looks(self, watched: Mapping[str, list[Heard]], lost: Set[str]) -> dict[str, str]:
-        """Collect the agents' answers; a worker that speaks or runs again is no suspect any more.
+    def _take_looks(
+        self, watched: Mapping[str, list[Heard]], lost: Set[str]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Collect the agents' answers: the workers that have ended, and those that are stopped.
+
+        A worker that speaks or runs again is no suspect any more.
 
         `lost`: nodes whose workers are all known to be dead; their agents' pending answers still
         show if these agents answer.
         """
         self._forget_others(watched, lost)
-        verdicts = {}
+        ended = {}
+        stopped = {}
         for node, looks in self._calls.take(self._asked):
             for suspect in watched.get(node, ()):
                 look: ProcessState | None = looks.get(suspect.process_id)
                 last_look = self._stopped.pop(suspect.worker, None)
+                process = f"its process {suspect.process_id}"
+                if look is not None and look.ended and not suspect.is_connected:
+                    ended[suspect.worker] = f"{process} has ended, as its node's agent sees"
                 if look is None or not look.stopped:
                     continue
 
                 # Equal looks have the same processor time: it has not run in between.
                 if look == last_look:
-                    verdicts[suspect.worker] = (
-                        f"its process {suspect.process_id} is stopped, as its node's agent sees"
-                    )
+                    stopped[suspect.worker] = f"{process} is stopped, as its node's agent sees"
                 self._stopped[suspect.worker] = look
-        return verdicts
+        return ended, stopped
 
     def _forget_others(self, watched: Mapping[str, list[Heard]], lost: Set[str]) -> None:
         """Forget calls to nodes that are waited for no more, and looks at workers that speak."""
@@ -181,6 +190,19 @@ class FreezeDetector:
                 if suspect.worker in self._stopped:
                     stopped[suspect.worker] = self._stopped[suspect.worker]
         self._stopped = stopped
+
+
+def _suspects(
+    by_node: Mapping[str, list[Heard]], agents: Agents, since: float
+) -> dict[str, list[Heard]]:
+    """Return the workers that are quiet (see `_quiet`) or have no connection, by node."""
+    found = _quiet(by_node, agents, since)
+    for node, workers in by_node.items():
+        broken = [worker for worker in workers if not worker.is_connected]
+        if broken and node in agents:
+            others = [worker for worker in found.get(node, ()) if worker.is_connected]
+            found[node] = others + broken
+    return found
 
 
 def _quiet(

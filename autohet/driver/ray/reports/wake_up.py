@@ -21,11 +21,13 @@ class WakeUp:
         self._any_poll.register(self._event, select.EPOLLIN)
         # Not a plain lock: a signal's handler may wake while this thread wakes.
         self._closing = RLock()
+        self._servers: list[ReportServer] = []
         self._closed = False
 
     def watch(self, server: ReportServer) -> None:
         """Wake up when the server has input, too."""
         self._any_poll.register(server.fileno(), select.EPOLLIN)
+        self._servers.append(server)
 
     def wake(self) -> None:
         with self._closing:
@@ -35,11 +37,12 @@ class WakeUp:
     def wait(self, timeout_s: float, gather_s: float) -> None:
         """Block until `wake` is called, a server has input, or `timeout_s` is over.
 
-        If a server has input, wait up to `gather_s` longer to gather what comes along with it.
+        If a server has input, wait up to `gather_s` longer to gather what comes along with it,
+        unless a connection has ended: that may be a death.
         """
         came = dict(self._any_poll.poll(max(0.0, timeout_s)))
-        is_woken = self._event in came
-        if came and not is_woken:
+        is_urgent = self._event in came or any(each.has_ends for each in self._servers)
+        if came and not is_urgent:
             self._event_poll.poll(1000 * gather_s)
         # Take the signal back, or the next wait would end at once. A read of no signal raises.
         if self._event_poll.poll(0):
