@@ -211,7 +211,10 @@ class Worker:
         An order of a generation that is over, or not newer than the present one, is dropped.
         """
         if order.generation > max(self._over, self._report.generation):
-            self._next.begin(order, warms_up=self.live is None)
+            live = self.live
+            trainer = None if live is None else live.trainer
+            present = trainer.parts if isinstance(trainer, StageTrainer) else None
+            self._next.begin(order, present, warms_up=live is None)
 
     def begin(self, order: GenerationOrder) -> None:
         """Start a generation; the one before is interrupted if it still runs.
@@ -305,6 +308,10 @@ class Worker:
             if self.live is not None:
                 # No roll-forward of its generation can come any more.
                 self.live = self.live.without_trainer()
+                parts = self._parts
+                if parts and isinstance(trainer, StageTrainer) and parts.stage is trainer.stage:
+                    # The stage that is taken over keeps none of the memory that is to be free.
+                    parts.stage.weights.unload()
             # The shards that arrived may still be of use; copies that proved bad are reported once.
             broken = self._report.broken
             if broken is not None:

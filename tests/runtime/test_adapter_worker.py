@@ -5,6 +5,7 @@ the run's origin, once a process.
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,9 @@ def test_a_flipped_bit_of_a_frozen_weight_shows_in_the_vote_and_is_read_again(jo
         total = 0.0
         for worker, frozen in held.items():
             tensors = {f"frozen/{name}": tensor for name, tensor in frozen.tensors.items()}
-            total += ReplicaCheck(Comparison(worker, layout), tensors, world, 1).contribution(0)
+            total += ReplicaCheck(
+                partial(Comparison, worker, layout), tensors, world, 1
+            ).contribution(0)
         return total
 
     name = "model.layers.0.self_attn.o_proj.weight"

@@ -255,3 +255,30 @@ def test_a_stage_that_was_warmed_up_computes_the_same_and_holds_nothing(
         found.append([result.detach(), *gradients])
     for plain, warmed in zip(*found, strict=True):
         assert torch.equal(plain, warmed)
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "is_taken_over"),
+    [
+        ("gpt2", {"workers": ("n9/0",)}, True),
+        ("gpt2", {"num_layers": 2}, False),
+        ("gpt2", {"recompute": "full"}, False),
+        ("gpt2", {"compute": "bf16"}, False),
+        ("mixtral", {"workers": ("n9/0",)}, False),
+    ],
+)
+def test_modules_are_taken_over_where_they_would_be_built_equal(
+    model: str, change: dict[str, Any], is_taken_over: bool
+) -> None:
+    """Experts count tokens, also of a step that a death interrupted."""
+    config = load_config(ModelSection(config=TINY[model]))
+    section = TrainingSection(global_batch_sequences=2, sequence_length=8)
+    setup = TrainingSetup(config, section, torch.device("cpu"))
+    found: list[StageParts] = []
+    for first in (Stage(0, 1, ("n0/0",)), replace(Stage(0, 1, ("n0/0",)), **change)):
+        last = Stage(first.num_layers, 3 - first.num_layers, ("n1/0",))
+        plan = Plan(model, 2, 2, 8, (Pipeline((first, last), 1, 2),))
+        groups: Any = SimpleNamespace(me=first.workers[0], back_end=GlooGroup)
+        present = found[0] if found else None
+        found.append(StageParts.build(setup, plan, groups, with_groups=False, present=present))
+    assert (found[1].stage is found[0].stage) == is_taken_over

@@ -3,6 +3,7 @@ have.
 """
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,7 +51,9 @@ def votes(layout: Layout, states: Any, every: int = 1, step: int = 0) -> float:
     layers = {f"t{i}": i for i in range(99)}
     world: Any = None
     return sum(
-        ReplicaCheck(Comparison(w, layout, layers), states[w], world, every).contribution(step)
+        ReplicaCheck(partial(Comparison, w, layout, layers), states[w], world, every).contribution(
+            step
+        )
         for w in layout.workers
     )
 
@@ -82,7 +85,7 @@ def test_sums_stay_exact_however_many_shards_there_are(monkeypatch: pytest.Monke
     monkeypatch.setattr(replica_check, "EXACT_BITS", 30)
     monkeypatch.setattr(replica_check, "checksums", lambda pieces: [(1 << 64) - 1] * len(pieces))
     check = [
-        ReplicaCheck(Comparison(w, layout), states[w], None, 1)  # type: ignore[arg-type]
+        ReplicaCheck(partial(Comparison, w, layout), states[w], None, 1)  # type: ignore[arg-type]
         for w in layout.workers
     ]
     parts = [each.contribution(0) for each in check]

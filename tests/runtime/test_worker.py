@@ -17,6 +17,8 @@ from autohet.runtime.messages import (
     EvaluationProgress,
     GenerationOrder,
     Phase,
+    PreparationOrder,
+    Prepared,
     StateTransfer,
     StepRecord,
     WorkerPlace,
@@ -268,6 +270,38 @@ def test_a_fleet_that_changes_on_the_last_step_still_makes_it_durable(worker, jo
     assert [(generation, step) for generation, step, _ in receipts] == [(2, 3)]
     assert report.restore is not None
     assert sum(report.restore.bytes_by_tier.values()) == 0
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_an_equal_stage_is_taken_over_and_trains_on(job, store, tmp_path, recompute):
+    """Wrong: it computes on the memory of the state before, or keeps that; or any stage is equal."""
+    job = replace(job, training=replace(job.training, steps=6))
+    place = WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk"))
+    worker = Worker(place, job)
+    try:
+        worker.begin(replace(order(job, store, 1, 0), end_step=3))
+        _, first, _ = follow(worker, Phase.FINISHED)
+        before = worker.live.trainer
+        following = order(job, store, 2, 3)
+        stage = replace(following.plan.pipelines[0].stages[0], recompute=recompute)
+        plan = replace(following.plan, pipelines=(Pipeline((stage,), 2, 2),))
+        worker.prepare(PreparationOrder(2, plan, "127.0.0.1", store.port))
+        until = time.monotonic() + DEADLINE_S
+        while worker.report().prepared != Prepared(2):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        live = [Holding(Source("worker", "node", ME, 3, 1), following.layout.shards_by_worker[ME])]
+        transfers = schedule(following.layout, {ME: "node"}, live, 3)
+        held = {each.data_ptr() for each in before.stage.parameters()}
+        worker.begin(replace(following, plan=plan, transfers=transfers))
+        _, second, _ = follow(worker, Phase.FINISHED)
+        after = worker.live.trainer
+        assert (after.stage is before.stage) == (recompute is None)
+        assert held.isdisjoint(each.data_ptr() for each in after.stage.parameters())
+    finally:
+        worker.close()
+    losses = [record.loss for record in (*first, *second)]
+    assert losses == pytest.approx(reference_losses(job, 6), rel=1e-6)
 
 
 def test_a_generation_that_cannot_be_joined_is_refused_with_the_reason(

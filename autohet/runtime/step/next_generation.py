@@ -45,6 +45,7 @@ class _Building:
 
     order: PreparationOrder
     connector: StoreConnector
+    present: StageParts | None
     warms_up: bool
     is_dropped: bool = False
     groups: GenerationGroups | None = None
@@ -106,12 +107,20 @@ class NextGeneration:
         newest = self._newest
         return None if newest is None else newest.outcome
 
-    def begin(self, order: PreparationOrder, *, warms_up: bool = False) -> None:
+    def begin(
+        self,
+        order: PreparationOrder,
+        present: StageParts | None = None,
+        *,
+        warms_up: bool = False,
+    ) -> None:
         """Begin to prepare a generation, in a thread; what was prepared before is dropped.
 
-        warms_up: this worker has not trained yet, so that its first pass would be slow.
+        present: parts of the generation that trains, as in `StageParts.build`. warms_up: this
+        worker has not trained yet, so that its first pass would be slow.
         """
-        new = _Building(order, StoreConnector(self._timeouts.rendezvous_s), warms_up)
+        connector = StoreConnector(self._timeouts.rendezvous_s)
+        new = _Building(order, connector, present, warms_up)
         with self._lock:
             newest = self._newest
             if newest is not None and newest.order.generation >= order.generation:
@@ -219,8 +228,11 @@ class NextGeneration:
         building.is_done.set()
         # Only now: the others need not wait for it, and the orders take two steps more.
         try:
-            if building.warms_up and building.parts is not None and not building.is_dropped:
-                building.parts.warm_up(self._setup)
+            if building.parts is not None and not building.is_dropped:
+                if building.warms_up:
+                    building.parts.warm_up(self._setup)
+                if self._setup.training.replica_check_steps:
+                    building.parts.compare()
         except Exception:  # noqa: BLE001 (the first pass is slow then)
             logger.info("generation %d: %s", order.generation, traceback.format_exc())
         finally:
@@ -247,10 +259,14 @@ class NextGeneration:
             # A first message shows that the connections work.
             groups.group(order.participants, "world").barrier_on_host()
             if place is not None:
-                building.parts = StageParts.build(self._setup, order.plan, groups)
+                building.parts = StageParts.build(
+                    self._setup, order.plan, groups, present=building.present
+                )
                 building.parts.build_sync_groups(groups)
         elif place is not None and place.tp_degree == 1:
-            building.parts = StageParts.build(self._setup, order.plan, groups, with_groups=False)
+            building.parts = StageParts.build(
+                self._setup, order.plan, groups, with_groups=False, present=building.present
+            )
 
 
 def meet_participants(

@@ -87,27 +87,33 @@ class ReplicaCheck:
     Each vote asks for `contribution`. After a vote that reports a mismatch, all workers call
     `repair`.
 
-    compared: as all workers have it, each for itself. state: this worker's local tensors by state
-    name. reload: reads frozen weights of this worker from the origin again, in place.
+    compare: returns what is compared, as all workers have it, each for itself. state: this worker's
+    local tensors by state name. reload: reads frozen weights of this worker from the origin again,
+    in place.
     """
 
     def __init__(
         self,
-        compared: Comparison,
+        compare: Callable[[], Comparison],
         state: Mapping[str, Tensor],
         world: Group,
         every_steps: int,
         reload: Callable[[Collection[str]], None] = lambda parameters: None,
     ) -> None:
         self._reload = reload
-        self._compared = compared
-        self._shared = compared.shared
-        self._mine = compared.mine
-        self._me = compared.worker
+        self._compare = compare
         self._state = state
         self._world = world
         self._every = every_steps
         self._is_requested = False
+
+    @property
+    def _compared(self) -> Comparison:
+        return self._compare()
+
+    @property
+    def _shared(self) -> list[_Shared]:
+        return self._compared.shared
 
     def contribution(self, step: int) -> float:
         """Return this worker's integer for the vote of `step`; 0 if no check is due.
@@ -119,9 +125,9 @@ class ReplicaCheck:
             return 0.0
         self._is_requested = False
         total = 0
-        for index, checksum in zip(self._mine, self._checksums(), strict=True):
+        for index, checksum in zip(self._compared.mine, self._checksums(), strict=True):
             masked = checksum & self._compared.mask
-            total += signed_part(self._shared[index].holders, self._me, masked)
+            total += signed_part(self._shared[index].holders, self._compared.worker, masked)
         return float(total)
 
     def request(self) -> None:
@@ -131,7 +137,7 @@ class ReplicaCheck:
     def _checksums(self) -> list[int]:
         """Return the 64-bit checksum of each shard of `_mine`, in its order."""
         contents = []
-        for index in self._mine:
+        for index in self._compared.mine:
             view = self._view(self._shared[index].shard)
             contents.append(_bytes_of(view))
         return checksums(contents)
@@ -193,7 +199,7 @@ class ReplicaCheck:
         if not differing:
             return table
         parameters = set()
-        for index in differing.intersection(self._mine):
+        for index in differing.intersection(self._compared.mine):
             parameters.add(parameter_name(self._shared[index].shard.tensor))
         self._reload(parameters)
         return self._exchange()
@@ -204,7 +210,7 @@ class ReplicaCheck:
         An entry is 0 if the worker does not hold the shard.
         """
         row = [0] * len(self._shared)
-        for index, checksum in zip(self._mine, self._checksums(), strict=True):
+        for index, checksum in zip(self._compared.mine, self._checksums(), strict=True):
             row[index] = checksum
         return exchange(self._world, row)
 
@@ -214,11 +220,11 @@ class ReplicaCheck:
         All workers use the same order, so that no two wait for each other.
         """
         for tag, other in enumerate(others):
-            if self._me == owner:
+            if self._compared.worker == owner:
                 outgoing = _bytes_of(self._view(shard)).to(self._world.device)
                 work = self._world.send(outgoing, other, tag)
                 self._world.wait_on_host(work)
-            elif self._me == other:
+            elif self._compared.worker == other:
                 view = self._view(shard)
                 device = self._world.device
                 arrived = torch.empty(view.nbytes, dtype=torch.uint8, device=device)

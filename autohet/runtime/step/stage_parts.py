@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 
@@ -74,16 +76,24 @@ class StageParts:
     """Groups of the stage; None: they are built once the workers stand."""
     stage: StageModel
     local: LocalBuffers
-    replicas: Comparison | None
-    """All that the check of replicas compares; None: the job has none."""
+    compare: Callable[[], Comparison]
+    """Returns all that the check of replicas compares; computed once, at the first call."""
 
     @classmethod
     def build(
-        cls, setup: TrainingSetup, plan: Plan, groups: GenerationGroups, *, with_groups: bool = True
+        cls,
+        setup: TrainingSetup,
+        plan: Plan,
+        groups: GenerationGroups,
+        *,
+        with_groups: bool = True,
+        present: StageParts | None = None,
     ) -> StageParts:
         """Build the parts; every worker of the plan calls it. Blocks until the groups stand.
 
-        with_groups: False for a stage on one GPU, whose modules need no group.
+        with_groups: False for a stage on one GPU, whose modules need no group. present: parts of
+        the trainer that these will replace. An equal stage is taken over, which that trainer uses
+        until its generation is over.
 
         Raises:
             PeerLost, Interrupted: a group cannot be built.
@@ -94,12 +104,25 @@ class StageParts:
         stage_groups = StageGroups.build(plan, groups, place) if with_groups else None
         tensor = None if stage_groups is None else stage_groups.tensor
         assert tensor is not None or place.tp_degree == 1
-        stage = _build_stage(setup, place, tensor, dtypes.compute)
+        if present is not None and present._has_stage_of(place, dtypes):
+            stage = present.stage
+        else:
+            stage = _build_stage(setup, place, tensor, dtypes.compute)
         local = LocalBuffers(plan, setup.config, groups.me, groups.back_end.max_sync_groups(plan))
-        replicas = None
-        if setup.training.replica_check_steps:
-            replicas = _replicas(plan, setup, groups.me)
-        return cls(place, dtypes, stage_groups, stage, local, replicas)
+        compare = cache(partial(_replicas, plan, setup, groups.me))
+        return cls(place, dtypes, stage_groups, stage, local, compare)
+
+    def _has_stage_of(self, place: Place, dtypes: StageDtypes) -> bool:
+        """Return True if the modules of this stage are those of `place`.
+
+        Modules that use a group or count tokens serve one generation alone.
+        """
+        mine = self.place.stage
+        if place.tp_degree > 1 or self.dtypes.compute != dtypes.compute:
+            return False
+        if replace(place.stage, workers=mine.workers) != mine:
+            return False
+        return isinstance(self.stage, StageModel) and not self.stage.spec.family.has_experts
 
     def warm_up(self, setup: TrainingSetup) -> None:
         """Run one microbatch of zeros through the stage, with weights of zeros that are then freed.

@@ -62,6 +62,7 @@ class StageTrainer(Trainer):
         me = generation.worker
         back_end = generation.groups.back_end
         parts = parts or StageParts.build(setup, plan, generation.groups)
+        self.parts = parts
         place = parts.place
         self.plan = plan
         self.place = place
@@ -118,11 +119,10 @@ class StageTrainer(Trainer):
         """Passes that the next step has already, and the rows that it lacks."""
         if setup.training.replica_check_steps:
             reload = partial(_reload_frozen, generation, self.stage)
-            assert parts.replicas is not None
             weights = {state_name(FROZEN, name): held for name, held in generation.frozen.items()}
             state = ChainMap(self.state, weights)
             every = setup.training.replica_check_steps
-            self.replicas = ReplicaCheck(parts.replicas, state, groups.world, every, reload)
+            self.replicas = ReplicaCheck(parts.compare, state, groups.world, every, reload)
         # A family may bring stages of its own, as all workers see alike.
         if setup.training.audit_every and isinstance(self.stage, StageModel):
             self.audit = Audit(setup.training, plan, me, groups.world, self.stage)
