@@ -12,8 +12,10 @@ _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 
 LONGEST_S = 300.0
+# A search makes millions of objects, few of them in circles (see `autohet plan`).
 _CHILD = """
-import pickle, sys
+import gc, pickle, sys
+gc.set_threshold(300_000)
 sys.path[:] = pickle.load(sys.stdin.buffer)
 work, argument = pickle.load(sys.stdin.buffer)
 pickle.dump(work(argument), sys.stdout.buffer)
