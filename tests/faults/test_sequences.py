@@ -126,6 +126,7 @@ def test_many_changes_leave_nothing_in_the_survivors(
         assert result.reason == "stopped by the test", result.reason
         run.forget()
     nothing_lost(result)
-    before = held[0]
+    # The first generation alone has had no other one before it, whose groups end beside it.
+    before = held[1]
     after = held[-1]
-    assert all(b <= a + 4 for a, b in zip(before, after, strict=True)), held
+    assert all(b <= a + 2 for a, b in zip(before, after, strict=True)), held
