@@ -39,6 +39,9 @@ EC2_NAMES = {
 }
 """EC2's names of GPUs where the catalogue's differ."""
 
+EC2_MIB = {"T4": 16384, "A10G": 22888, "L4": 22888, "L40S": 45776, "H100-80": 81920, "H200": 144384}
+"""EC2's memory of GPUs in MiB where the driver's, which the catalogue has, differs."""
+
 
 def ec2_gpu_name(row: InstanceType) -> str:
     """Return EC2's name of a machine's GPU, which Ray and Karpenter use."""
@@ -71,7 +74,9 @@ _OF_EC2: dict[tuple[str, str], Callable[[InstanceType], str]] = {
     _karpenter("instance-cpu"): lambda row: str(row.vcpus),
     _karpenter("instance-memory"): lambda row: str(row.host_memory_bytes // MIB),
     _karpenter("instance-gpu-count"): lambda row: str(row.num_gpus),
-    _karpenter("instance-gpu-memory"): lambda row: str(row.gpu_memory_bytes // MIB),
+    _karpenter("instance-gpu-memory"): lambda row: str(
+        EC2_MIB.get(row.gpu_type, row.gpu_memory_bytes // MIB)
+    ),
     _karpenter("instance-gpu-name"): lambda row: ec2_gpu_name(row).lower().replace(" ", "-"),
 }
 """Karpenter's labels of a machine of EC2 (karpenter.sh, "Well-Known Labels"), and EKS's own."""
@@ -146,8 +151,9 @@ def _narrow(rows: list[InstanceType], needed: Needed) -> list[InstanceType] | No
 
 def _meets(row: InstanceType, needed: Needed, conditions: Conditions) -> bool:
     """Return True unless an architecture or a condition excludes this machine."""
-    is_arm = re.match(r"g5g|p6e-|a4x", row.name) is not None
-    if ("arm64" if is_arm else "amd64") not in needed.get("kubernetes.io/arch", ("arm64", "amd64")):
+    # Cards with Grace have arm64 hosts.
+    architecture = "arm64" if row.gpu_type.startswith("GB") else "amd64"
+    if architecture not in needed.get("kubernetes.io/arch", ("arm64", "amd64")):
         return False
     for key, comparison, values in conditions:
         own = row.name if key in INSTANCE_TYPES else None

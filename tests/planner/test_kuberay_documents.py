@@ -388,6 +388,8 @@ def expression(text: str) -> dict[str, Any]:
         (["family In p4d p4de", "gpu-memory Gte 80000"], ("A100-80", 27.44705 / 8)),
         (["category In g", "cpu Lte 4", "gpu-name NotIn t4 l4 l40s", AMD64], ("A10G", 1.006)),
         (["family In g6e", "node.kubernetes.io/instance-type NotIn g6e.48xlarge"], ("L40S", None)),
+        (["category In g", "gpu-memory In 22888", "generation Lt 6"], ("A10G", 4.096)),
+        (["category In p", "generation Gt 5", "gpu-name NotIn b200 b300", AMD64], ("", None)),
         (["generation Gt five", "family In p5 p4d", "memory Gt 1500000"], ("H100-80", None)),
     ],
 )
@@ -399,6 +401,10 @@ def test_operators_of_karpenter_narrow_the_machines(
     required = {"nodeSelectorTerms": [{"matchExpressions": [*map(expression, expressions)]}]}
     rule = {"requiredDuringSchedulingIgnoredDuringExecution": required}
     pod["template"]["spec"]["affinity"] = {"nodeAffinity": rule}
+    if not expected[0]:
+        with pytest.raises(ConfigError, match="no machine of the catalogue with these labels"):
+            kinds_of(cluster(pod))
+        return
     kind = kinds_of(cluster(pod))["gpu"]
     assert kind.gpu_type == expected[0]
     assert expected[1] is None or kind.usd_per_hour == pytest.approx(expected[1])
