@@ -146,7 +146,7 @@ def _the_cluster(documents: list[object], where: str) -> object:
         kinds = [str(item.get("kind")) for item in flat if isinstance(item, Mapping)]
         raise ConfigError(
             f"{where} holds {len(flat)} documents ({', '.join(kinds)}), none of which is a"
-            " RayCluster or brings one"
+            " RayCluster with a headGroupSpec or brings one"
         )
     names = []
     for cluster in clusters:

@@ -72,7 +72,7 @@ SHARED = {
 }
 """Node labels that say that pods get parts of a GPU, and the value that says that they do not."""
 SHARES = re.compile(
-    r"nvidia\.com/mig-.*|.*/gpu[.-]?(shared|mem.*|cores?|percent.*)|.*/v(gpu|cuda).*"
+    r"nvidia\.com/mig-.*|.*/gpu[.-]?(shared|sliced|part.*|mem.*|cores?|percent.*)|.*/v(gpu|cuda).*"
 )
 """Resources that are parts of a GPU: NVIDIA's plugin, HAMi, and those of Alibaba and Tencent."""
 SHARING_ANNOTATIONS = ("gpu-fraction", "gpu-memory")

@@ -526,7 +526,7 @@ def test_what_is_no_whole_card_is_not_planned_on(
 
 
 @pytest.mark.parametrize(
-    ("resource", "is_counted"), [("nvidia.com/gpu.shared", 0), ("aliyun.com/gpu-mem", 0)]
+    ("resource", "is_counted"), [("nvidia.com/gpu.sliced", 0), ("aliyun.com/gpu-mem", 0)]
 )
 def test_resources_that_are_shares_are_named(resource: str, is_counted: int) -> None:
     """Wrong: "no node type has GPUs", and not a word about the shares."""
