@@ -61,7 +61,7 @@ NOT_PLANNED = "autohet-not-planned"
 ANY_INSTANCE = "InstanceTypes"
 """Key of a node type's `node_config` with the machines of which its nodes may be."""
 POD = "autohet-pod"
-"""Key of a node type's `node_config` with the vCPUs that a pod requests."""
+"""Key of a node type's `node_config` with what a pod requests: vCPUs, bytes of memory, GPUs."""
 SHARED = {
     "cloud.google.com/gke-gpu-partition-size": None,
     "cloud.google.com/gke-gpu-sharing-strategy": None,
@@ -389,12 +389,12 @@ def _placement(
     """
     found: Document = {}
     # Kubernetes reserves the limit of a container that requests none.
-    cpus = 0.0
+    requests = dict.fromkeys(("cpu", "memory", "gpu"), 0.0)
     for container in read_sections(pod, "containers"):
         resources = read_section(container, "resources")
         given = {**read_section(resources, "limits"), **read_section(resources, "requests")}
-        cpus += quantity(given.get("cpu", 0)) or 0.0
-    requests = {"cpu": cpus} if cpus else {}
+        for key in ("cpu", "memory", GPU_RESOURCE):
+            requests[key.removeprefix("nvidia.com/")] += quantity(given.get(key, 0)) or 0.0
     pools = [document for document in beside if is_pool(document)]
     needed, conditions = required_labels(pod, pools, num_gpus, requests)
     for label, values in needed.items():
@@ -427,8 +427,7 @@ def _placement(
     derived = {**_gpu_type(products), **_memory(limits), **_stated_facts(group)}
     if derived:
         found[DERIVED] = derived
-    if requests:
-        found[POD] = requests
+    found[POD] = requests
     return found
 
 

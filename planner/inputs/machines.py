@@ -120,8 +120,9 @@ def possible_machines(
         return named
     labels = ", ".join(f"{key}={'|'.join(needed[key])}" for key in needed)
     raise ConfigError(
-        f"{what} asks for {num_gpus} GPUs and {requests.get('cpu', 0.0):g} vCPUs on a node with"
-        f" {labels}; no machine of the catalogue with these labels has room for that"
+        f"{what} asks for {num_gpus} GPUs, {requests.get('cpu', 0.0):g} vCPUs and"
+        f" {requests.get('memory', 0.0) / 2**30:g} GiB on a node with {labels};"
+        " no machine of the catalogue with these labels has room for that"
     )
 
 
@@ -174,10 +175,12 @@ def _holds(own: str, comparison: str, values: tuple[str, ...]) -> bool:
 
 
 def pods_on(row: InstanceType, num_gpus: int, requests: Mapping[str, float]) -> int:
-    """Return how many such pods a machine holds, by GPUs and vCPUs."""
-    places = [row.num_gpus / num_gpus]
+    """Return how many such pods a machine holds, by GPUs, vCPUs and memory."""
+    places = [row.num_gpus / max(num_gpus, requests.get("gpu", 0.0))]
     if row.vcpus and requests.get("cpu"):
         places.append(row.vcpus / requests["cpu"])
+    if requests.get("memory"):
+        places.append(row.host_memory_bytes / requests["memory"])
     return int(min(places) + 1e-9)
 
 

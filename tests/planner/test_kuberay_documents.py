@@ -314,6 +314,23 @@ def test_a_pod_takes_of_its_machine_what_no_other_of_its_kind_can_have(
 
 
 @pytest.mark.parametrize(
+    ("gpus", "memory", "start", "share"),
+    [("1", "100Gi", {}, 1.0), ("1", "60Gi", {}, 1 / 3), ("4", "8Gi", {"num-gpus": "2"}, 1.0)],
+)
+def test_memory_and_gpus_that_ray_is_not_to_use_keep_others_away_too(
+    gpus: str, memory: str, start: dict[str, str], share: float
+) -> None:
+    """Wrong: a pod with 100 of 192 GiB costs a quarter, and one that hides two of its GPUs half."""
+    pod = group(gpus=gpus, selector=on("g5.12xlarge"), rayStartParams=start)
+    limits = pod["template"]["spec"]["containers"][0]["resources"]["limits"]
+    limits["memory"] = memory
+    assert kinds_of(cluster(pod))["gpu"].usd_per_hour == pytest.approx(5.672 * share)
+    limits["memory"] = "200Gi"
+    with pytest.raises(ConfigError, match=r"200 GiB of memory on a g5\.12xlarge, which has 192"):
+        kinds_of(cluster(pod))
+
+
+@pytest.mark.parametrize(
     ("selector", "gpus", "expected"),
     [
         (

@@ -231,7 +231,7 @@ def test_a_pod_has_the_memory_that_it_may_use() -> None:
     assert of_the_group() == 1000 << 30
     for quantity, num_bytes in (
         ("2000M", 2e9),
-        ("1.5Ti", 1.5 * 2**40),
+        ("1.1Ti", 1.1 * 2**40),
         ("3000000000", 3e9),
         ("1e12", 1e12),
         ("1e", 1152 * 2**30),
