@@ -1,5 +1,6 @@
 """Cluster: the nodes that may exist, read from a Ray cluster-launcher YAML."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,9 +98,9 @@ def node_type_from_labels(
 ) -> NodeType:
     """A node type from its labels, which override the catalogue's row of `instance_type`.
 
-    num_gpus None takes the catalogue's number. pod: what a node requests which is a pod (`cpu`):
-    it has its part of the machine's price, network and memory. ConfigError names every label
-    that would supply a missing fact.
+    num_gpus None takes the catalogue's number. pod: what a node requests which is a pod: it has
+    its part of the machine's price, network and memory. ConfigError names every label that would
+    supply a missing fact.
     """
     check_label_names(labels, name)
     row = find_instance_type(instance_type or "")
@@ -173,7 +174,7 @@ def _gpu_type(labels: Mapping[str, str], row: InstanceType | None) -> str | None
 def _part_of(
     row: InstanceType | None, num_gpus: int | None, pod: Mapping[str, float], name: str
 ) -> float:
-    """Part of its machine that a pod takes: by GPUs and vCPUs no more of its kind fit.
+    """Part of its machine that a pod takes: by GPUs, vCPUs and memory no more of its kind fit.
 
     Raises:
         ConfigError: not even one fits.
@@ -183,14 +184,16 @@ def _part_of(
     number = pods_on(row, num_gpus, pod)
     if number:
         return 1 / number
-    asked = f"{num_gpus} GPUs"
-    has = row.num_gpus
-    if num_gpus <= row.num_gpus:
-        asked = f"{pod['cpu']:g} vCPUs"
-        has = row.vcpus or 0
+    gpus = max(num_gpus, pod.get("gpu", 0.0))
+    asked, has = f"{gpus:g} GPUs", f"{row.num_gpus}"
+    if gpus <= row.num_gpus:
+        asked, has = f"{pod.get('cpu', 0.0):g} vCPUs", f"{row.vcpus}"
+        if pod.get("cpu", 0.0) <= (row.vcpus or math.inf):
+            asked = f"{pod['memory'] / GIB:g} GiB of memory"
+            has = f"{row.host_memory_bytes / GIB:g}"
     raise ConfigError(
         f"node type '{name}' has {asked} on a {row.name}, which has {has}: no such node can start;"
-        " ask for fewer"
+        " ask for less"
     )
 
 
@@ -211,7 +214,8 @@ def cluster_from_document(document: object, where: str = "cluster") -> Cluster:
     autoscaling = autoscaling_config(top, where)
     found: list[NodeType] = []
     errors: list[str] = []
-    notes = [str(note) for note in top.get("notes") or ()]
+    of_document = [str(note) for note in top.get("notes") or ()]
+    notes = list(of_document)
     for name in types:
         try:
             kind = _node_type(types[name], autoscaling.types[name], top, notes)
@@ -224,7 +228,7 @@ def cluster_from_document(document: object, where: str = "cluster") -> Cluster:
         raise ConfigError("; ".join(errors))
     if not found:
         vsphere = provider_type(top) == "vsphere"
-        reasons = list(notes)
+        reasons = [*notes[len(of_document) :], *of_document]
         for name, entry in types.items():
             unknown = why_gpus_are_unknown(name, entry)
             if unknown:

@@ -103,7 +103,11 @@ def read_cluster_yaml(path: str | Path) -> object:
 def cluster_document(documents: list[object], where: str) -> object:
     """Return the one document that describes a cluster, KubeRay's as a launcher's."""
     document = _the_cluster(documents, where)
-    return as_launcher_document(document, where) if is_kuberay(document) else document
+    if not is_kuberay(document):
+        return document
+    flat = [item for each in documents for item in _items(each)]
+    beside = [item for item in flat if isinstance(item, Mapping)]
+    return as_launcher_document(document, where, beside)
 
 
 def _refuse_scripts(text: str, where: str) -> None:
@@ -142,7 +146,7 @@ def _the_cluster(documents: list[object], where: str) -> object:
         kinds = [str(item.get("kind")) for item in flat if isinstance(item, Mapping)]
         raise ConfigError(
             f"{where} holds {len(flat)} documents ({', '.join(kinds)}), none of which is a"
-            " RayCluster or brings one"
+            " RayCluster with a headGroupSpec or brings one"
         )
     names = []
     for cluster in clusters:
@@ -163,9 +167,13 @@ def _is_sky_task(document: Json) -> bool:
 
 
 def _items(document: object) -> Iterator[object]:
-    """A Kubernetes `List`'s items, or the document."""
-    if isinstance(document, Mapping) and document.get("kind") == "List":
+    """Yield the items of a Kubernetes `List` or of a CodeFlare AppWrapper, or the document."""
+    kind = document.get("kind") if isinstance(document, Mapping) else None
+    if isinstance(document, Mapping) and kind == "List":
         yield from document.get("items") or ()
+    elif isinstance(document, Mapping) and kind == "AppWrapper":
+        for part in read_sections(read_section(document, "spec"), "components"):
+            yield part.get("template")
     else:
         yield document
 
@@ -205,6 +213,11 @@ def refuse_other_documents(top: Json, where: str) -> None:
         raise ConfigError(
             f"{where} is a {top['kind']} of {top['apiVersion']}; KubeRay's RayCluster"
             " (ray.io/v1) was expected"
+        )
+    if not TOP_KEYS & set(top):
+        raise ConfigError(
+            f"{where} has no key of a Ray cluster file, but {', '.join(sorted(top)[:4])}; give one"
+            " with cluster_name, provider and available_node_types"
         )
 
 

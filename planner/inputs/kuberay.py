@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -21,15 +21,14 @@ from planner.errors import ConfigError
 from planner.inputs.documents import (
     Document,
     Json,
-    check_keys,
     is_integer,
-    read_list,
     read_mapping,
     read_section,
     read_sections,
 )
 from planner.inputs.kuberay_drains import drain_notes
 from planner.inputs.machines import PART_OF_A_CARD, device_name, possible_machines
+from planner.inputs.node_pools import is_pool, required_labels
 from planner.inputs.zones import ZONE_LINKS
 
 HEAD = "headgroup"
@@ -62,20 +61,24 @@ NOT_PLANNED = "autohet-not-planned"
 ANY_INSTANCE = "InstanceTypes"
 """Key of a node type's `node_config` with the machines of which its nodes may be."""
 POD = "autohet-pod"
-"""Key of a node type's `node_config` with the vCPUs that a pod requests."""
+"""Key of a node type's `node_config` with what a pod requests: vCPUs, bytes of memory, GPUs."""
 SHARED = {
     "cloud.google.com/gke-gpu-partition-size": None,
     "cloud.google.com/gke-gpu-sharing-strategy": None,
     "cloud.google.com/gke-max-shared-clients-per-gpu": None,
     "nvidia.com/gpu.sharing-strategy": "none",
+    "nvidia.com/gpu.replicas": "1",
+    "nvidia.com/mig.config": "all-disabled",
 }
 """Node labels that say that pods get parts of a GPU, and the value that says that they do not."""
+SHARES = re.compile(
+    r"nvidia\.com/mig-.*|.*/gpu[.-]?(shared|sliced|part.*|mem.*|cores?|percent.*)|.*/v(gpu|cuda).*"
+)
+"""Resources that are parts of a GPU: NVIDIA's plugin, HAMi, and those of Alibaba and Tencent."""
 SHARING_ANNOTATIONS = ("gpu-fraction", "gpu-memory")
 """Annotations of a pod that gets a part of a GPU: NVIDIA's KAI scheduler."""
 FACTS = ("autohet.io/", "ray.io/accelerator-type")
 """Labels that state facts of a node, wherever a chart can set them."""
-_EXPRESSION = frozenset({"key", "operator", "values"})
-"""Keys of a node affinity's expression whose operator is In."""
 UNBOUNDED = 2**31 - 1
 """Value that the API server writes for an absent `maxReplicas`."""
 
@@ -87,11 +90,11 @@ def is_kuberay(document: object) -> TypeGuard[Json]:
     return version.startswith("ray.io/")
 
 
-def as_launcher_document(document: Json, where: str) -> Document:
+def as_launcher_document(document: Json, where: str, beside: Sequence[Json] = ()) -> Document:
     """Return the same cluster as `ray up` would have it.
 
     It has a name, and node types with resources, labels and bounds. `notes` says what of the
-    document has no effect.
+    document has no effect. beside: the other documents of the file.
 
     Raises:
         ConfigError: it is another kind of document, or groups lack what their nodes are known by;
@@ -106,11 +109,21 @@ def as_launcher_document(document: Json, where: str) -> Document:
     types: Document = {}
 
     def add_head() -> None:
-        types[HEAD] = _node_type(head, HEAD, (0, 0), notes)
+        types[HEAD] = _node_type(head, HEAD, (0, 0), notes, beside)
+
+    def add_group(group: Json) -> None:
+        name = group.get("groupName")
+        if not isinstance(name, str) or not name or name in types:
+            raise ConfigError(
+                f"a worker group of {where} has the groupName {name!r}; each needs one of its own"
+            )
+        if group.get("suspend"):
+            notes.append(f"worker group '{name}' is suspended: it has no pods")
+        types[name] = _node_type(group, name, _num_nodes(group, name, scales), notes, beside)
 
     _collect(errors, add_head)
     for group in read_sections(spec, "workerGroupSpecs"):
-        _collect(errors, partial(_add_group, types, group, where, scales, notes))
+        _collect(errors, partial(add_group, group))
     for name, kind in types.items():
         if scales and "CPU" not in kind["resources"]:
             errors.append(
@@ -181,18 +194,6 @@ def _cluster_spec(document: Json, where: str) -> Json:
     return spec
 
 
-def _add_group(types: Document, group: Any, where: str, scales: bool, notes: list[str]) -> None:
-    read_mapping(group, f"a worker group of {where}")
-    name = group.get("groupName")
-    if not isinstance(name, str) or not name or name in types:
-        raise ConfigError(
-            f"a worker group of {where} has the groupName {name!r}; each needs one of its own"
-        )
-    if group.get("suspend"):
-        notes.append(f"worker group '{name}' is suspended: it has no pods")
-    types[name] = _node_type(group, name, _num_nodes(group, name, scales), notes)
-
-
 def _num_nodes(group: Json, name: str, scales: bool) -> tuple[int, int]:
     """Return the minimum and maximum number of nodes of a worker group.
 
@@ -227,7 +228,13 @@ def _count(group: Json, key: str, name: str, default: int | None) -> int:
     return value
 
 
-def _node_type(group: Json, name: str, num_nodes: tuple[int, int], notes: list[str]) -> Document:
+def _node_type(
+    group: Json,
+    name: str,
+    num_nodes: tuple[int, int],
+    notes: list[str],
+    beside: Sequence[Json],
+) -> Document:
     template = read_mapping(group.get("template") or {}, f"template of group '{name}'")
     pod = read_mapping(template.get("spec") or {}, f"pod of group '{name}'")
     resources = _first_resources(pod)
@@ -239,7 +246,7 @@ def _node_type(group: Json, name: str, num_nodes: tuple[int, int], notes: list[s
         "max_workers": most,
         "node_config": {},
     }
-    found["node_config"] = _placement(pod, group, found["resources"]["GPU"], name)
+    found["node_config"] = _placement(pod, group, found["resources"]["GPU"], name, beside)
     reason = _other_gpus(resources, name)
     if reason:
         found["node_config"][NOT_PLANNED] = reason
@@ -268,9 +275,6 @@ def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> Documen
             f"group '{name}' has devices by resource claims ({', '.join(claims)}), of which Ray"
             " knows nothing: give their number as num-gpus in rayStartParams"
         )
-    for key in given:
-        if key.startswith("nvidia.com/mig-"):
-            notes.append(f"group '{name}' has slices of a GPU ({key}): they are not planned on")
     cpus = None
     if "CPU" in own:
         cpus = _round_up(own["CPU"], f"CPU of group '{name}'")
@@ -323,10 +327,10 @@ def _start_resources(text: object, name: str) -> dict[str, int]:
 def _other_gpus(resources: Json, name: str) -> str:
     """Return why a pod's GPUs are not planned on; empty if they may be."""
     given = {**read_section(resources, "requests"), **read_section(resources, "limits")}
-    others = [key for key in given if key.endswith("gpu") and key != GPU_RESOURCE]
-    if not others or GPU_RESOURCE in given:
+    gpus = [key for key, number in given.items() if key.endswith("gpu") and quantity(number)]
+    if not gpus or GPU_RESOURCE in gpus:
         return ""
-    return f"group '{name}' has other GPUs than NVIDIA's ({others[0]}): not planned on"
+    return f"group '{name}' has other GPUs than NVIDIA's ({gpus[0]}): not planned on"
 
 
 _QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:([numkKMGTPE])(i?)|[eE]([+-]?\d+))?")
@@ -376,53 +380,26 @@ def _refuse_placeholder(value: object, what: str) -> None:
         )
 
 
-def _required_labels(pod: Json) -> dict[str, tuple[str, ...]]:
-    """Return the values that each node label may have.
+def _placement(
+    pod: Json, group: Json, num_gpus: int, name: str, beside: Sequence[Json]
+) -> Document:
+    """Instance type, zone and market of the pod's node, and labels derived from it.
 
-    The node selector and the required node affinity say them. Terms of an affinity are
-    alternatives; only labels that all of them name count.
+    beside: the other documents of the file.
     """
-    found: dict[str, tuple[str, ...]] = {
-        key: (str(value),) for key, value in read_section(pod, "nodeSelector").items()
-    }
-    affinity = read_section(read_section(pod, "affinity"), "nodeAffinity")
-    needed = read_section(affinity, "requiredDuringSchedulingIgnoredDuringExecution")
-    terms = [dict(_named_values(term)) for term in read_sections(needed, "nodeSelectorTerms")]
-    if not terms:
-        return found
-
-    named_by_all = set.intersection(*map(set, terms))
-    for key in named_by_all:
-        values = dict[str, None]()
-        for named in terms:
-            values.update(dict.fromkeys(named[key]))
-        # the node selector, which is read first, holds too and names one value
-        found.setdefault(key, tuple(values))
-    return found
-
-
-def _named_values(term: Json) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for expression in read_sections(term, "matchExpressions"):
-        if expression.get("operator") == "In":
-            check_keys(expression, "a node affinity", _EXPRESSION, _EXPRESSION)
-            values = read_list(expression, "values", "a node affinity")
-            yield str(expression["key"]), tuple(map(str, values))
-
-
-def _placement(pod: Json, group: Json, num_gpus: int, name: str) -> Document:
-    """Instance type, zone and market of the pod's node, and labels derived from it."""
-    needed = _required_labels(pod)
-    for label, values in needed.items():
-        _refuse_placeholder(values[0], f"{label} of group '{name}'")
     found: Document = {}
     # Kubernetes reserves the limit of a container that requests none.
-    cpus = 0.0
+    requests = dict.fromkeys(("cpu", "memory", "gpu"), 0.0)
     for container in read_sections(pod, "containers"):
         resources = read_section(container, "resources")
         given = {**read_section(resources, "limits"), **read_section(resources, "requests")}
-        cpus += quantity(given.get("cpu", 0)) or 0.0
-    requests = {"cpu": cpus} if cpus else {}
-    machines = possible_machines(needed, num_gpus, requests, f"group '{name}'")
+        for key in ("cpu", "memory", GPU_RESOURCE):
+            requests[key.removeprefix("nvidia.com/")] += quantity(given.get(key, 0)) or 0.0
+    pools = [document for document in beside if is_pool(document)]
+    needed, conditions = required_labels(pod, pools, num_gpus, requests)
+    for label, values in needed.items():
+        _refuse_placeholder(values[0], f"{label} of group '{name}'")
+    machines = possible_machines(needed, conditions, num_gpus, requests, f"group '{name}'")
     if len(machines) == 1:
         found["InstanceType"] = machines[0]
     elif machines:
@@ -440,15 +417,32 @@ def _placement(pod: Json, group: Json, num_gpus: int, name: str) -> Document:
     annotations = read_section(metadata, "annotations")
     shared += [key for key in SHARING_ANNOTATIONS if key in annotations]
     shared += [product for product in products if PART_OF_A_CARD.search(product)]
+    resources = _first_resources(pod)
+    limits = read_section(resources, "limits")
+    shared += filter(SHARES.fullmatch, {**limits, **read_section(resources, "requests")})
+    shared += [name for name in _device_classes(pod, beside) if name.startswith("mig.")]
     if shared:
         found[NOT_PLANNED] = f"group '{name}' has parts of a GPU ({shared[0]}): not planned on"
-    limits = {**read_section(_first_resources(pod), "limits"), **read_section(group, "resources")}
+    limits = {**limits, **read_section(group, "resources")}
     derived = {**_gpu_type(products), **_memory(limits), **_stated_facts(group)}
     if derived:
         found[DERIVED] = derived
-    if requests:
-        found[POD] = requests
+    found[POD] = requests
     return found
+
+
+def _device_classes(pod: Json, beside: Sequence[Json]) -> Iterator[str]:
+    """Return the classes of devices that a pod claims by templates in the file."""
+    claims = [
+        claim.get("resourceClaimTemplateName") for claim in read_sections(pod, "resourceClaims")
+    ]
+    for document in beside:
+        name = read_section(document, "metadata").get("name")
+        if document.get("kind") == "ResourceClaimTemplate" and name in claims:
+            devices = read_section(read_section(read_section(document, "spec"), "spec"), "devices")
+            for request in read_sections(devices, "requests"):
+                exact = read_section(request, "exactly") or request
+                yield str(exact.get("deviceClassName"))
 
 
 def _first_resources(pod: Json) -> Json:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Mapping
 
 from planner.errors import ConfigError
 from planner.inputs.catalogue import (
+    MIB,
     InstanceType,
     all_instance_types,
     canonical_gpu_type,
@@ -17,6 +19,8 @@ from planner.inputs.catalogue import (
 
 Needed = Mapping[str, tuple[str, ...]]
 """Values that each node label may have."""
+Conditions = list[tuple[str, str, tuple[str, ...]]]
+"""Conditions on node labels by operators other than In: label, operator and values."""
 PART_OF_A_CARD = re.compile(r"-(MIG-\d+g\.\d+gb\S*|SHARED)$", re.IGNORECASE)
 """What NVIDIA's feature discovery appends to a product: a slice of a card, or its time."""
 INSTANCE_TYPES = (
@@ -34,6 +38,9 @@ EC2_NAMES = {
     "RTX-PRO-6000": "RTX PRO Server 6000",
 }
 """EC2's names of GPUs where the catalogue's differ."""
+
+EC2_MIB = {"T4": 16384, "A10G": 22888, "L4": 22888, "L40S": 45776, "H100-80": 81920, "H200": 144384}
+"""EC2's memory of GPUs in MiB where the driver's, which the catalogue has, differs."""
 
 
 def ec2_gpu_name(row: InstanceType) -> str:
@@ -65,14 +72,23 @@ _OF_EC2: dict[tuple[str, str], Callable[[InstanceType], str]] = {
     _karpenter("instance-category"): _category,
     _karpenter("instance-generation"): _generation,
     _karpenter("instance-cpu"): lambda row: str(row.vcpus),
+    _karpenter("instance-memory"): lambda row: str(row.host_memory_bytes // MIB),
     _karpenter("instance-gpu-count"): lambda row: str(row.num_gpus),
+    _karpenter("instance-gpu-memory"): lambda row: str(
+        EC2_MIB.get(row.gpu_type, row.gpu_memory_bytes // MIB)
+    ),
     _karpenter("instance-gpu-name"): lambda row: ec2_gpu_name(row).lower().replace(" ", "-"),
 }
 """Karpenter's labels of a machine of EC2 (karpenter.sh, "Well-Known Labels"), and EKS's own."""
+_COMPARED = {"Gt": operator.gt, "Lt": operator.lt, "Gte": operator.ge, "Lte": operator.le}
 
 
 def possible_machines(
-    needed: Needed, num_gpus: int, requests: Mapping[str, float], what: str
+    needed: Needed,
+    conditions: Conditions,
+    num_gpus: int,
+    requests: Mapping[str, float],
+    what: str,
 ) -> tuple[str, ...]:
     """Return the machines of the catalogue that have these labels and room for the pod.
 
@@ -95,7 +111,8 @@ def possible_machines(
         if named is None:
             return ()
         narrowed = rows
-    roomy = [row.name for row in narrowed if pods_on(row, num_gpus, requests) >= 1]
+    allowed = [row for row in narrowed if _meets(row, needed, conditions)]
+    roomy = [row.name for row in allowed if pods_on(row, num_gpus, requests) >= 1]
     if roomy:
         return tuple(roomy)
     if named is not None and len(named) == 1:
@@ -103,8 +120,9 @@ def possible_machines(
         return named
     labels = ", ".join(f"{key}={'|'.join(needed[key])}" for key in needed)
     raise ConfigError(
-        f"{what} asks for {num_gpus} GPUs and {requests.get('cpu', 0.0):g} vCPUs on a node with"
-        f" {labels}; no machine of the catalogue with these labels has room for that"
+        f"{what} asks for {num_gpus} GPUs, {requests.get('cpu', 0.0):g} vCPUs and"
+        f" {requests.get('memory', 0.0) / 2**30:g} GiB on a node with {labels};"
+        " no machine of the catalogue with these labels has room for that"
     )
 
 
@@ -132,11 +150,37 @@ def _narrow(rows: list[InstanceType], needed: Needed) -> list[InstanceType] | No
     return rows if is_named else None
 
 
+def _meets(row: InstanceType, needed: Needed, conditions: Conditions) -> bool:
+    """Return True unless an architecture or a condition excludes this machine."""
+    # Cards with Grace have arm64 hosts.
+    architecture = "arm64" if row.gpu_type.startswith("GB") else "amd64"
+    if architecture not in needed.get("kubernetes.io/arch", ("arm64", "amd64")):
+        return False
+    for key, comparison, values in conditions:
+        own = row.name if key in INSTANCE_TYPES else None
+        if row.name in instance_types():
+            own = next((of(row) for labels, of in _OF_EC2.items() if key in labels), own)
+        if own is not None and not _holds(own, comparison, values):
+            return False
+    return True
+
+
+def _holds(own: str, comparison: str, values: tuple[str, ...]) -> bool:
+    if comparison == "NotIn":
+        return own not in values
+    compare = _COMPARED.get(comparison)
+    if compare is None or not own.isdecimal() or not values[0].isdecimal():
+        return True
+    return bool(compare(int(own), int(values[0])))
+
+
 def pods_on(row: InstanceType, num_gpus: int, requests: Mapping[str, float]) -> int:
-    """Return how many such pods a machine holds, by GPUs and vCPUs."""
-    places = [row.num_gpus / num_gpus]
+    """Return how many such pods a machine holds, by GPUs, vCPUs and memory."""
+    places = [row.num_gpus / max(num_gpus, requests.get("gpu", 0.0))]
     if row.vcpus and requests.get("cpu"):
         places.append(row.vcpus / requests["cpu"])
+    if requests.get("memory"):
+        places.append(row.host_memory_bytes / requests["memory"])
     return int(min(places) + 1e-9)
 
 

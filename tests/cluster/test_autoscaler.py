@@ -33,7 +33,7 @@ from tests.harness.local_fleet import (
     write_documents,
 )
 from tests.harness.s3_server import s3_server
-from tests.harness.waits import wait_until
+from tests.harness.waits import HANG_S, wait_until
 
 pytestmark = pytest.mark.cluster
 SAMPLE = Path("cluster_configs/aws-mixed-spot.yaml")
@@ -53,7 +53,7 @@ def drain_a_member(run: JobRun, seen: object) -> None:
 def test_the_fleet_comes_by_request_and_a_drained_node_is_replaced(tmp_path: Path) -> None:
     elastic = {
         "notice_sources": ["ray"],
-        "wait_for_fleet_s": 180,
+        "wait_for_fleet_s": HANG_S,
         "request_nodes": {"big": 2},
     }
     parallelism = {"min_pipelines": 1}
@@ -88,7 +88,7 @@ def test_a_head_with_gpus_trains_beside_what_the_autoscaler_brings(tmp_path: Pat
     events = tmp_path / "events.jsonl"
     sections: dict[str, Any] = {
         "training": {"steps": 20},
-        "elastic": {"min_workers": 3, "wait_for_fleet_s": 180},
+        "elastic": {"min_workers": 3, "wait_for_fleet_s": HANG_S},
         "parallelism": {"min_pipelines": 3},
     }
     with s3_server() as server, autoscaling_cluster(tmp_path, at_most(big=2), head) as document:
@@ -102,7 +102,7 @@ def test_a_head_with_gpus_trains_beside_what_the_autoscaler_brings(tmp_path: Pat
         assert launch["launched"] == {"big": 2}
         address = document["provider"]["gcs_address"]
         command = [autohet, "train", *documents, "--events", str(events), "--address", address]
-        trained = subprocess.run(command, capture_output=True, text=True, timeout=400)
+        trained = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
         assert trained.returncode == 0, trained.stderr[-3000:]
     # Two of the workers' type may exist, so the third GPU is the head's.
     assert gpus_used(events) == 3

@@ -45,8 +45,8 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ray").write_text(RAY)
     (tmp_path / "bin" / "ray").chmod(0o755)
-    for name in ("job.yaml", "cluster.yaml"):
-        (tmp_path / name).write_text("{}")
+    (tmp_path / "job.yaml").write_text("{}")
+    (tmp_path / "cluster.yaml").write_text("cluster_name: c\n")
     return tmp_path
 
 
@@ -170,8 +170,8 @@ def test_a_job_that_the_head_will_not_have_is_refused(place: Path, job: str, wor
 def test_a_directory_above_rays_limit_is_refused_with_what_is_largest(place: Path) -> None:
     work = place / "work"
     work.mkdir()
-    for name in ("job.yaml", "cluster.yaml"):
-        (work / name).touch()
+    (work / "job.yaml").touch()
+    (work / "cluster.yaml").write_text("cluster_name: c\n")
     with (work / "weights.bin").open("wb") as file:
         file.truncate(101 << 20)
     code, stderr = refused(place, "job.yaml", "cluster.yaml")
@@ -242,6 +242,32 @@ def test_a_file_that_is_not_there_starts_nothing(place: Path) -> None:
     (place / "job.yaml").unlink()
     assert start(place).wait(60) == 2
     assert calls(place) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "port", "words"),
+    [
+        ("a: [\n", "", "cluster.yaml: the file is no YAML"),
+        ("- a\n", "", "is no file for `ray up`"),
+        ("apiVersion: ray.io/v1\nkind: RayCluster\n", "", "is no file for `ray up`"),
+        ("cluster_name: c\nprovider: {type: aws}\n", "", "You must specify a region"),
+        ("cluster_name: c\n", "70000", "PORT is '70000'"),
+    ],
+)
+def test_what_ray_up_would_not_take_is_refused_in_one_sentence(
+    text: str, port: str, words: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong: a traceback, or `ray up` and `ray down` that fail, and "look for instances"."""
+    (place / "work").mkdir()
+    (place / "work" / "job.yaml").touch()
+    (place / "work" / "cluster.yaml").write_text(text)
+    monkeypatch.setenv("PORT", port)
+    for key in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(key, raising=False)
+    code, stderr = refused(place, "job.yaml", "cluster.yaml")
+    assert (code, calls(place)) == (2, [])
+    assert words in stderr
+    assert len(stderr.splitlines()) == 1
 
 
 REGION = "eu-west-1"

@@ -2,12 +2,14 @@
 nothing.
 """
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
+from contextlib import redirect_stderr
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 import yaml
 from botocore.stub import Stubber
 
+from autohet.driver.sources import aws_errors
 from autohet.driver.sources.sqs_queue import QueueNotices
 from tests.harness.aws_image import BASE, publish_base_image
 from tests.harness.aws_readme import BUCKET, SYSTEM, environment_missing, readme_commands
@@ -282,6 +285,41 @@ def test_an_identity_that_aws_does_not_have_ends_a_script_in_a_sentence(
     done = run_script(name, *arguments[name], **(clean | environment))
     assert done.returncode == 1
     assert words in done.stderr + done.stdout
+
+
+def test_settings_that_boto3_does_not_understand_are_one_sentence() -> None:
+    """As boto3 raises them for a credential_process that prints no JSON, a number that is none, and
+    an MFA code that nobody types. Wrong: a traceback.
+    """
+    for code, words in (
+        ("json.loads('hello')", "credential_process"),
+        ("int('many')", "AWS settings here are not understood"),
+        ("[][0:0] or exec('raise EOFError')", "run the script in a terminal"),
+    ):
+        errors = io.StringIO()
+        with redirect_stderr(errors):
+            assert aws_errors.run_script("s", lambda code=code: eval(code)) == 1
+        assert words in errors.getvalue()
+        assert len(errors.getvalue().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--bucket", "s3://unmade/gpt2"], "given by its name, here 'unmade'"),
+        (["--bucket", "unmade", "--region", "us-gov-west-1"], "us-gov-west-1 is in aws-us-gov"),
+    ],
+)
+def test_a_bucket_or_a_region_that_prepare_cannot_serve_is_refused_before_anything_is_made(
+    arguments: list[str], words: str
+) -> None:
+    assert aws_errors.bucket_name("s3://unmade/") == "unmade"
+    with s3_server() as server:
+        done = run_script("prepare", *arguments, **server.environment)
+        assert done.returncode == 1
+        assert words in done.stderr
+        client = boto3.client("s3", endpoint_url=server.endpoint, region_name="us-east-1")
+        assert "unmade" not in [each["Name"] for each in client.list_buckets()["Buckets"]]
 
 
 def test_a_path_that_is_not_there_or_no_yaml_ends_a_script_in_a_sentence(tmp_path: Path) -> None:

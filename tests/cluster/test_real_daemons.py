@@ -20,12 +20,13 @@ ALONE = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mo
 
 
 def run_alone(module: str) -> dict[str, Any]:
-    """Run a module of the harness; return the JSON document that it prints."""
+    """Run a module of the harness; return the JSON document that it prints, and show it."""
     # Paths of sockets have a limit, which those of pytest's directories exceed.
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         command = [*ALONE, sys.executable, "-m", f"tests.harness.{module}", directory]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
+    print(done.stdout)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -7,11 +7,14 @@ DIRECTORY
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,7 @@ SlurmctldPidFile={directory}/slurmctld.pid
 SlurmdPidFile={directory}/%n.pid
 SlurmctldLogFile={directory}/slurmctld.log
 SlurmdLogFile={directory}/%n.log
+SlurmdDebug=debug
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -159,6 +163,12 @@ class SlurmCluster:
     def state(self, job: str) -> str:
         return self.run("squeue", "-h", "-j", job, "-o", "%t").split("\n")[0]
 
+    def signalled_at(self, job: str) -> float:
+        """Return the time at which a slurmd has sent SIGTERM to the job's processes."""
+        line = re.compile(rf"\[(\S+)\] .*sending signal {signal.SIGTERM:d} to all steps job {job} ")
+        logs = "".join(path.read_text() for path in self.directory.glob("n*.log"))
+        return min(datetime.fromisoformat(at).timestamp() for at in line.findall(logs))
+
     def events(self, kind: str) -> list[dict[str, Any]]:
         if not self.events_file.exists():
             return []
@@ -212,11 +222,13 @@ def scenario(slurm: SlurmCluster) -> dict[str, Any]:
     )
     slurm.until("the node that joined trains", slurm.trains_on(3))
     before = slurm.generation()
-    began = time.time()
     urgent = slurm.submit("-p", "urgent", "-N2", "--wrap", "sleep 5")
     notice = slurm.until("a notice", lambda: slurm.events("notice"))[0]
-    seen["notice_s"] = round(notice["time"] - began, 2)
     slurm.until("the others train on", slurm.trains_on(2, before))
+    decided = next(e for e in slurm.events("decision") if e["time"] > notice["time"])
+    signalled_at = slurm.signalled_at(joined)
+    seen["taken_s"] = round(notice["time"] - signalled_at, 2)
+    seen["decided_s"] = round(decided["time"] - signalled_at, 2)
     slurm.until("the preempted job waits", lambda: slurm.state(joined) in ("PD", "CG", "R"))
     slurm.until("the urgent job has run", lambda: slurm.state(urgent) == "")
     seen["deaths_by_preemption"] = len(slurm.events("death"))

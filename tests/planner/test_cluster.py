@@ -482,6 +482,7 @@ def test_a_legacy_file_is_read_as_ray_rewrites_it():
         ("head: {enabled: true}\nworker: {replicas: 1}\n", "KubeRay's Helm chart"),
         ("cloud: c\nhead_node: {instance_type: m5.2xlarge}\nworker_nodes: []\n", "Anyscale"),
         ("apiVersion: v1\nkind: Pod\n", "is a Pod of v1"),
+        ("services: {head: {image: ray}}\n", "has no key of a Ray cluster file, but services"),
         ("a: {{ .Values.a }}\n  b: [{{- if }}\n", "is a template"),
         (
             "cluster_name: c\nprovider: {type: local, head_ip: a, worker_ips: [b]}\n",

@@ -202,6 +202,10 @@ def test_one_cluster_is_found_among_the_documents_of_a_file(tmp_path: Path) -> N
     assert cluster_from_yaml(path).node_types[0].gpu_type == "A10G"
     path.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "List", "items": [account, one]}))
     assert cluster_from_yaml(path).node_types[0].gpu_type == "A10G"
+    wrapper: dict[str, Any] = {"apiVersion": "workload.codeflare.dev/v1beta2", "kind": "AppWrapper"}
+    wrapper["spec"] = {"components": [{"template": one}]}
+    path.write_text(yaml.safe_dump(wrapper))
+    assert cluster_from_yaml(path).node_types[0].gpu_type == "A10G"
     path.write_text(yaml.safe_dump_all([account, one, one]))
     with pytest.raises(ConfigError, match=r"holds 2 clusters \(RayCluster c, RayCluster c\)"):
         cluster_from_yaml(path)
@@ -229,7 +233,7 @@ def test_gpus_that_are_not_planned_on_are_named() -> None:
         as_launcher_document(cluster(sliced, group(selector=on("g5.xlarge"))), "the file")
     )
     assert [kind.name for kind in found.node_types] == ["gpu"]
-    assert "slices of a GPU (nvidia.com/mig-1g.5gb)" in found.notes[0]
+    assert any("parts of a GPU (nvidia.com/mig-1g.5gb)" in note for note in found.notes)
 
 
 HOOK = {"preStop": {"exec": {"command": ["/bin/bash", "-c", "pkill -TERM -f 'bin/ra[y] start'"]}}}
@@ -310,6 +314,23 @@ def test_a_pod_takes_of_its_machine_what_no_other_of_its_kind_can_have(
 
 
 @pytest.mark.parametrize(
+    ("gpus", "memory", "start", "share"),
+    [("1", "100Gi", {}, 1.0), ("1", "60Gi", {}, 1 / 3), ("4", "8Gi", {"num-gpus": "2"}, 1.0)],
+)
+def test_memory_and_gpus_that_ray_is_not_to_use_keep_others_away_too(
+    gpus: str, memory: str, start: dict[str, str], share: float
+) -> None:
+    """Wrong: a pod with 100 of 192 GiB costs a quarter, and one that hides two of its GPUs half."""
+    pod = group(gpus=gpus, selector=on("g5.12xlarge"), rayStartParams=start)
+    limits = pod["template"]["spec"]["containers"][0]["resources"]["limits"]
+    limits["memory"] = memory
+    assert kinds_of(cluster(pod))["gpu"].usd_per_hour == pytest.approx(5.672 * share)
+    limits["memory"] = "200Gi"
+    with pytest.raises(ConfigError, match=r"200 GiB of memory on a g5\.12xlarge, which has 192"):
+        kinds_of(cluster(pod))
+
+
+@pytest.mark.parametrize(
     ("selector", "gpus", "expected"),
     [
         (
@@ -366,6 +387,96 @@ def test_several_types_are_planned_as_the_least_and_priced_as_the_dearest() -> N
         kinds_of(cluster(group(gpus="16", selector={"karpenter.k8s.aws/instance-family": "g5"})))
 
 
+AMD64 = "kubernetes.io/arch In amd64"
+KARPENTER = "karpenter.k8s.aws/instance-"
+
+
+def expression(text: str) -> dict[str, Any]:
+    """As `family In g5 g6`, which is of Karpenter's label instance-family."""
+    key, operator, *values = text.split()
+    return {"key": key if "/" in key else KARPENTER + key, "operator": operator, "values": values}
+
+
+@pytest.mark.parametrize(
+    ("expressions", "expected"),
+    [
+        (["family In g5 g4dn", "generation Gt 4", "gpu-count Lt 4"], ("A10G", 4.096)),
+        (["family In g5", "size NotIn 12xlarge 16xlarge 24xlarge 48xlarge"], ("A10G", 2.448)),
+        (["family In p4d p4de", "gpu-memory Gte 80000"], ("A100-80", 27.44705 / 8)),
+        (["category In g", "cpu Lte 4", "gpu-name NotIn t4 l4 l40s", AMD64], ("A10G", 1.006)),
+        (["family In g6e", "node.kubernetes.io/instance-type NotIn g6e.48xlarge"], ("L40S", None)),
+        (["category In g", "gpu-memory In 22888", "generation Lt 6"], ("A10G", 4.096)),
+        (["category In p", "generation Gt 5", "gpu-name NotIn b200 b300", AMD64], ("", None)),
+        (["generation Gt five", "family In p5 p4d", "memory Gt 1500000"], ("H100-80", None)),
+    ],
+)
+def test_operators_of_karpenter_narrow_the_machines(
+    expressions: list[str], expected: tuple[str, float | None]
+) -> None:
+    """Wrong: only In is read, so that machines remain that no node may be."""
+    pod = group()
+    required = {"nodeSelectorTerms": [{"matchExpressions": [*map(expression, expressions)]}]}
+    rule = {"requiredDuringSchedulingIgnoredDuringExecution": required}
+    pod["template"]["spec"]["affinity"] = {"nodeAffinity": rule}
+    if not expected[0]:
+        with pytest.raises(ConfigError, match="no machine of the catalogue with these labels"):
+            kinds_of(cluster(pod))
+        return
+    kind = kinds_of(cluster(pod))["gpu"]
+    assert kind.gpu_type == expected[0]
+    assert expected[1] is None or kind.usd_per_hour == pytest.approx(expected[1])
+
+
+def pool(name: str, *requirements: str, taints: Any = (), labels: Any = None, **more: Any) -> Any:
+    spec = {"requirements": [*map(expression, requirements)], "taints": [*taints]}
+    template = {"metadata": {"labels": labels or {}}, "spec": spec}
+    return {
+        "apiVersion": "karpenter.sh/v1",
+        "kind": "NodePool",
+        "metadata": {"name": name},
+        "spec": {"template": template, **more},
+    }
+
+
+TAINT = {"key": "nvidia.com/gpu", "value": "true", "effect": "NoSchedule"}
+SPOT = ("family In g5", "size In xlarge", "karpenter.sh/capacity-type In spot")
+CPUS = ("family In c6i m6i", "karpenter.sh/capacity-type In on-demand")
+
+
+@pytest.mark.parametrize(
+    ("pools", "pod", "expected"),
+    [
+        ([pool("cpus", *CPUS), pool("gpus", *SPOT, taints=[TAINT])], {}, ("A10G", True)),
+        ([pool("a", *SPOT), pool("b", "family In g6")], {"karpenter.sh/nodepool": "b"}, ("L4", 0)),
+        ([pool("a", *SPOT), pool("b", "family In g6", weight=9)], {}, ("L4", False)),
+        ([pool("a", *SPOT, labels={"team": "x"})], {"team": "x"}, ("A10G", True)),
+        ([pool("a", *SPOT), pool("b", "family In g6", "team/ Exists")], {"team/": "y"}, ("L4", 0)),
+        ([pool("a", "family In p5 p4d", "cpu Gt 100"), pool("b", *SPOT)], {}, None),
+    ],
+)
+def test_pools_of_karpenter_beside_the_cluster_say_what_its_nodes_are(
+    pools: list[Any], pod: dict[str, str], expected: tuple[str, bool] | None, tmp_path: Path
+) -> None:
+    """Wrong: the pool is skipped as other documents are, and "it names no instance type"."""
+    gpus = group(selector=pod)
+    gpus["template"]["spec"]["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump_all([*pools, cluster(gpus)]))
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"no gpu type|whose GPUs differ"):
+            cluster_from_yaml(path)
+        return
+    (kind,) = cluster_from_yaml(path).node_types
+    assert (kind.gpu_type, kind.spot) == expected
+
+
+def test_a_pool_whose_taint_a_pod_does_not_tolerate_has_none_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump_all([pool("gpus", *SPOT, taints=[TAINT]), cluster(group())]))
+    with pytest.raises(ConfigError, match="no gpu type"):
+        cluster_from_yaml(path)
+
+
 def test_resources_of_the_start_parameters_are_read_as_ray_reads_them() -> None:
     """Ray's own function is the judge, of what it refuses too."""
     from ray.autoscaler._private.kuberay.autoscaling_config import (
@@ -409,6 +520,10 @@ def test_facts_are_read_where_a_chart_can_set_them() -> None:
         ({"nvidia.com/gpu.product": "A10G-SHARED"}, {}, "parts of a GPU"),
         ({"cloud.google.com/gke-gpu-partition-size": "1g.5gb"}, {}, "parts of a GPU"),
         ({"cloud.google.com/gke-max-shared-clients-per-gpu": "4"}, {}, "parts of a GPU"),
+        ({"nvidia.com/mig.config": "all-1g.10gb"}, {}, "parts of a GPU"),
+        ({"nvidia.com/gpu.replicas": "4"}, {}, "parts of a GPU"),
+        ({}, {"nvidia.com/gpu": 1, "nvidia.com/gpumem": "8000"}, "parts of a GPU"),
+        ({}, {"nvidia.com/gpu": 1, "nvidia.com/gpucores": 30}, "parts of a GPU"),
         ({}, {"nvidia.com/gpu": 0, "amd.com/gpu": 8}, "has other GPUs than NVIDIA's"),
     ],
 )
@@ -418,13 +533,27 @@ def test_what_is_no_whole_card_is_not_planned_on(
     part = group("part", selector=on("g5.xlarge") | selector)
     container = part["template"]["spec"]["containers"][0]
     if limits:
-        container["resources"]["limits"] = {"cpu": "4", "amd.com/gpu": 8}
+        container["resources"]["limits"] = {"cpu": "4", **limits}
     launcher = as_launcher_document(cluster(part, group("whole", selector=on("g5.xlarge"))), "f")
     found = cluster_from_document(launcher)
     assert [kind.name for kind in found.node_types] == ["whole"]
     assert any(said in note for note in found.notes)
     # the autoscaler counts them all the same
     assert launcher["available_node_types"]["part"]["resources"]["GPU"] > 0
+
+
+@pytest.mark.parametrize(
+    ("resource", "is_counted"), [("nvidia.com/gpu.sliced", 0), ("aliyun.com/gpu-mem", 0)]
+)
+def test_resources_that_are_shares_are_named(resource: str, is_counted: int) -> None:
+    """Wrong: "no node type has GPUs", and not a word about the shares."""
+    part = group("part", selector=on("g5.xlarge"))
+    limits = part["template"]["spec"]["containers"][0]["resources"]["limits"]
+    limits[resource] = limits.pop("nvidia.com/gpu")
+    launcher = as_launcher_document(cluster(part), "f")
+    assert launcher["available_node_types"]["part"]["resources"]["GPU"] == is_counted
+    with pytest.raises(ConfigError, match=f"parts of a GPU \\({resource}"):
+        cluster_from_document(launcher)
 
 
 def test_a_slice_and_a_shared_card_keep_their_names() -> None:
@@ -443,3 +572,10 @@ def test_gpus_by_resource_claims_are_said_to_be_unknown_to_ray() -> None:
         kinds_of(cluster(claimed))
     claimed["rayStartParams"] = {"num-gpus": "1"}
     assert kinds_of(cluster(claimed))["claimed"].num_gpus == 1
+    exactly = {"deviceClassName": "mig.nvidia.com"}
+    devices = {"requests": [{"name": "slice", "exactly": exactly}]}
+    template = {"kind": "ResourceClaimTemplate", "spec": {"spec": {"devices": devices}}}
+    template["metadata"] = {"name": "one-gpu"}
+    document = cluster(claimed)
+    with pytest.raises(ConfigError, match=r"parts of a GPU \(mig\.nvidia\.com\)"):
+        cluster_from_document(as_launcher_document(document, "f", [template, document]))

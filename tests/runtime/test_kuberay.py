@@ -12,6 +12,7 @@ import sys
 import tempfile
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -231,7 +232,7 @@ def test_a_pod_has_the_memory_that_it_may_use() -> None:
     assert of_the_group() == 1000 << 30
     for quantity, num_bytes in (
         ("2000M", 2e9),
-        ("1.5Ti", 1.5 * 2**40),
+        ("1.1Ti", 1.1 * 2**40),
         ("3000000000", 3e9),
         ("1e12", 1e12),
         ("1e", 1152 * 2**30),
@@ -494,8 +495,24 @@ def test_a_job_plans_by_the_cluster_that_was_applied(
     applied = load(CLUSTER)
     applied["metadata"] |= {"uid": "u", "managedFields": [{}], "resourceVersion": "1"}
     applied["status"] = {"state": "ready"}
-    applied["spec"]["workerGroupSpecs"][1]["maxReplicas"] = 3
+    g6e = applied["spec"]["workerGroupSpecs"][1]
+    g6e["maxReplicas"] = 3
+    # Only the pool says what its nodes are.
+    g6e["template"]["spec"]["nodeSelector"] = {"karpenter.sh/nodepool": "large"}
+    large = {"key": "node.kubernetes.io/instance-type", "operator": "In"}
+    large["values"] = ["g6e.12xlarge"]
+    pool = {
+        "metadata": {"name": "large"},
+        "spec": {"template": {"spec": {"requirements": [large]}}},
+    }
     asked = []
+
+    def get_pools(url: str, **more: Any) -> SimpleNamespace:
+        asked.append(("karpenter", url.partition("/apis/")[2]))
+        return SimpleNamespace(raise_for_status=lambda: None, json=lambda: {"items": [pool]})
+
+    monkeypatch.setattr(node_provider, "load_k8s_secrets", lambda: ({}, "ca.crt", None))
+    monkeypatch.setattr(node_provider.requests, "get", get_pools)
 
     def get(self: Any, path: str) -> dict[str, Any]:
         asked.append((self._namespace, path))
@@ -513,7 +530,10 @@ def test_a_job_plans_by_the_cluster_that_was_applied(
     train.NAMESPACE = tmp_path / "namespace"
     train.NAMESPACE.write_text("team")
     train.main(arguments)
-    assert asked == [("team", f"rayclusters/{load(CLUSTER)['metadata']['name']}")]
+    assert asked == [
+        ("team", f"rayclusters/{load(CLUSTER)['metadata']['name']}"),
+        ("karpenter", "karpenter.sh/v1/nodepools"),
+    ]
     assert (started[:3], started[4:]) == (["autohet", "train", "--cluster"], arguments[1:])
     kinds = {kind.name: kind.max_nodes for kind in planned(Path(started[3])).node_types}
     assert kinds == {"p4d": 2, "g6e": 3, "g5": 8, "g5-floor": 1}

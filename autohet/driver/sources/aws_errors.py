@@ -30,11 +30,24 @@ def run_script(name: str, main: Callable[[], int | None]) -> int:
         ClientError,
         ConfigError,
         OSError,
-        UnicodeError,
+        ValueError,
+        EOFError,
         yaml.YAMLError,
     ) as error:
         print(f"{name}: {describe_error(error)}", file=sys.stderr)
         return 1
+
+
+def bucket_name(text: str) -> str:
+    """Return the name of a bucket, which may be given as s3://NAME.
+
+    Raises:
+        ConfigError: a path follows.
+    """
+    name, _, path = text.removeprefix("s3://").partition("/")
+    if path:
+        raise ConfigError(f"a bucket is given by its name, here '{name}', not as {text!r}")
+    return name
 
 
 def describe_error(error: Exception) -> str:
@@ -49,6 +62,13 @@ def describe_error(error: Exception) -> str:
             return f"{text}; `aws configure list-profiles` names those that exist"
         case ConfigError():
             return " ".join(str(error).split())
+        case ValueError() if not isinstance(error, UnicodeError):
+            return (
+                f"the AWS settings here are not understood ({text}); look at the AWS_ variables,"
+                " the config file, and what its credential_process prints"
+            )
+        case EOFError():
+            return "this AWS profile asks for an MFA code; run the script in a terminal"
         case ClientError():
             code = error.response.get("Error", {}).get("Code", "")
             return f"AWS refuses {error.operation_name} ({code}): {text}"

@@ -280,8 +280,8 @@ def simulated(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def brief(result: dict[str, Any]) -> dict[str, Any]:
-    """Without the lists of changes and stretches."""
-    left_out = ("reconfigurations", "stretches", "decisions", "stated")
+    """Return a result without the lists of changes, stretches and machines."""
+    left_out = ("reconfigurations", "stretches", "decisions", "stated", "machines")
     return {name: value for name, value in result.items() if name not in left_out}
 
 
