@@ -104,7 +104,9 @@ def _message(given: Document, number: int) -> ChatMessage:
     if role not in ROLES:
         near = [ROLE_BY_SPEAKER.get(str(role)), *difflib.get_close_matches(str(role), ROLES)]
         hint = f"known: {', '.join(ROLES)}"
-        if any(near):
+        if isinstance(role, int):
+            hint = "read a directory whose data card has the names of roles as hf://DIRECTORY"
+        elif any(near):
             hint = f"did you mean {next(filter(None, near))!r}?"
         raise BrokenRecord(f"message {number} has the unknown role {role!r}; {hint}")
     if "content" in message:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -366,8 +367,9 @@ def _rows(batches: Iterable[pa.RecordBatch], names: Sequence[str]) -> Iterator[D
     nulls = dict.fromkeys(names)
     for batch in batches:
         columns = batch.schema
-        document = json.loads((columns.metadata or {}).get(b"huggingface", b"{}"))
-        features = document.get("info", {}).get("features") or {}
+        features: Document = {}
+        with suppress(ValueError, TypeError, KeyError):
+            features = json.loads(columns.metadata[b"huggingface"])["info"]["features"] or {}
         parse = _members_parser(columns, features, TEXT_COLUMNS)
         for record in batch.to_pylist():
             yield nulls | (record if parse is None else parse(record))

@@ -312,3 +312,12 @@ def test_labels_of_classes_are_their_names(tmp_path: Path, make_data: MakeData) 
         wanted = documents_of(prepare_dataset(make_data(lines, **keys), 255))
         for source in (tmp_path / f"{kind}.parquet", tmp_path / kind):
             assert documents_of(prepare_dataset(make_data(source, **keys), 255)) == wanted, source
+    # The metadata of other writers.
+    for number, content in enumerate(("no JSON", '{"info": null}', '{"info": {"features": null}}')):
+        table = pq.read_table(tmp_path / "chat.parquet").replace_schema_metadata(
+            {"huggingface": content}
+        )
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+        keys = {"kind": "chat", "tokenizer": str(tmp_path / "tokenizer")}
+        with pytest.raises(ConfigError, match="unknown role 1; read a directory whose data card"):
+            prepare_dataset(make_data(tmp_path / f"{number}.parquet", **keys), 255)
