@@ -17,6 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from autohet.runtime.data.chat.targets import render_chat, render_completion
 from autohet.runtime.data.chat.template import ChatTemplate, Conversation
+from autohet.runtime.data.conversations import conversation_of
 from autohet.runtime.data.examples import ChatExamples, Example
 from autohet.runtime.data.records import BrokenRecord
 from autohet.runtime.data.tokenization import LibraryTokenizer
@@ -257,6 +258,29 @@ def test_calls_beside_null_are_targets(library: PreTrainedTokenizerFast, shape: 
     found = [library.decode(ids[begin:end]) for begin, end in runs_of(example.counts.tolist())]
     written = re.compile(r"(<｜Assistant｜>|<｜tool▁outputs▁end｜>)")
     assert found == [written.sub("", text[begin:end]) for begin, end in marked]
+
+
+CALLED = "{% if m.tool_calls %}({{ m.tool_calls[0].function.name }}){% endif %}<end>{% endfor %}"
+PEEKS = {
+    "an earlier call's content": (
+        "{% for m in messages %}<{{ m.role }}>{% if loop.last %}{{ m.content }}"
+        "{% else %}{{ m.content.split('/')[-1] }}{% endif %}" + CALLED
+    ),
+    "null as JSON": (
+        "{% for m in messages %}<{{ m.role }}>{% set text = m['content'] %}"
+        "{{ text if text is string else text | tojson }}" + CALLED
+    ),
+}
+"""As QwQ's and LFM2's."""
+
+
+@pytest.mark.parametrize("case", PEEKS)
+def test_calls_without_content_have_the_form_that_renders_in_a_conversation(case: str) -> None:
+    """Wrong: the form that a call alone has, or one that prints null."""
+    conversation = conversation_of({"messages": NULLS["one call"], "tools": TOOLS}, "messages")
+    made = render_chat(ChatTemplate(PEEKS[case], {}), conversation, "assistant")
+    found = [made.text[begin:end].removeprefix("<assistant>") for begin, end in made.spans]
+    assert found == ["(weather)<end>", "Answer 2.<end>", "Answer 3.<end>"]
 
 
 def test_an_answer_that_another_repeats(library: PreTrainedTokenizerFast) -> None:

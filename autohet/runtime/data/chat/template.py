@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -245,19 +246,21 @@ class ChatTemplate:
 
         The first form that prints the call, which R1-Distill's does beside null alone.
         """
+        result = {"role": "tool", "name": _MORE, "tool_call_id": "call00001", "content": _MORE}
         beside: tuple[Document, ...] = {}, {"content": None}, {"content": ""}
         rendered: list[tuple[bool, Document]] = []
-        for wants_text in (False, True):
-            for content in beside:
-                function = {"name": _ANSWER, "arguments": {_MORE: _MORE}}
-                call = {"type": "function", "id": "call00001", "function": function}
-                calls = [_with_arguments(call, wants_text)]
-                message = {"role": "assistant", "tool_calls": calls, **content}
-                printed = self.probe(_user(_QUESTION), message)
-                if _ANSWER in printed and "None" not in printed:
-                    return wants_text, content
-                if printed:
-                    rendered.append((wants_text, content))
+        # Some templates look into the content of calls that others follow.
+        followers = [result], [_user(_MORE)], list[ChatMessage]()
+        for after, wants_text, content in product(followers, (False, True), beside):
+            function = {"name": _ANSWER, "arguments": {_MORE: _MORE}}
+            call = {"type": "function", "id": "call00001", "function": function}
+            calls = [_with_arguments(call, wants_text)]
+            message = {"role": "assistant", "tool_calls": calls, **content}
+            printed = self.probe(_user(_QUESTION), message, *after)
+            if _ANSWER in printed and not re.search("None|null", printed):
+                return wants_text, content
+            if printed and content != beside[1]:
+                rendered.append((wants_text, content))
         return rendered[0] if rendered else (False, {})
 
     def probe(self, *messages: ChatMessage) -> str:
