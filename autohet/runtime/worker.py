@@ -453,7 +453,10 @@ class Worker:
         try:
             filled = source.fill(order, self._known(order), world, groups.over, progress)
             # Untrained weights are no part of the state: each node reads its own from the origin.
-            frozen = frozen_units(order.plan, self.config, self.place.worker)
+            keeps_first = self.job.model.keeps_reference(self.job.training.objective)
+            frozen = frozen_units(
+                order.plan, self.config, self.place.worker, with_first=keeps_first
+            )
             read_bytes = self._frozen.hold(frozen, groups.over)
             if frozen:
                 filled.bytes_by_tier["origin"] = read_bytes

@@ -333,6 +333,22 @@ class ModelSpec:
             head=replace(self.head, forward_passes=count),
         )
 
+    def with_frozen_copies(self) -> "ModelSpec":
+        """Return the spec with the first values of trained parameters beside them, frozen."""
+
+        def copied(layer: LayerSpec) -> LayerSpec:
+            whole = layer.replicated_parameters + layer.frozen_replicated_parameters
+            return replace(
+                layer,
+                frozen_parameters=layer.parameters + layer.frozen_parameters,
+                frozen_replicated_parameters=whole,
+            )
+
+        blocks = tuple(copied(block) for block in self.blocks)
+        return replace(
+            self, embedding=copied(self.embedding), blocks=blocks, head=copied(self.head)
+        )
+
     @property
     def limit_of_parts(self) -> str:
         """What limits the number of parts (`max_tp_degree`), as a noun: `6 experts` or `heads`."""
@@ -372,12 +388,13 @@ class ModelSpec:
     @property
     def tied_parameters(self) -> int:
         """Scalars of the tensor that first and last stage share, if it is trained; else 0."""
-        return 0 if self.embedding.frozen_parameters else self._tied_scalars
+        return self._tied_scalars - self.frozen_tied_parameters
 
     @property
     def frozen_tied_parameters(self) -> int:
         """Scalars of the tensor that first and last stage share, if it is frozen; else 0."""
-        return self._tied_scalars if self.embedding.frozen_parameters else 0
+        is_trained = self.embedding.parameters >= self._tied_scalars
+        return 0 if is_trained else self._tied_scalars
 
     @property
     def _tied_scalars(self) -> int:

@@ -25,7 +25,7 @@ from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.layers.nf4 import quantize
 from autohet.runtime.models.parameter_spec import take_units
 from autohet.runtime.models.registry import family_of, held_specs
-from autohet.runtime.state.frozen import FrozenWeights
+from autohet.runtime.state.frozen import FrozenWeights, first_weights
 from autohet.runtime.step.batches import Batches, EvaluationRows
 from autohet.runtime.step.generation import TrainerHooks, TrainingSetup, WorkerGeneration
 from autohet.runtime.step.loss_scale import FIRST_SCALE, LossScale
@@ -140,7 +140,7 @@ def local_state(case: Case, layout: Layout, me: str) -> dict[str, torch.Tensor]:
     """This worker's slices of the first state: parameters from the seed, moments 0."""
     units = layout.units_of(me)
     names = [name.removeprefix("param/") for name in units if name.startswith("param/")]
-    whole = dict(initial_parameters(case.config(), names, case.seed))
+    whole = dict(first_weights(case.model_section(), case.config(), names, case.seed))
     state = {}
     for name, mine in units.items():
         spec = layout.tensors[name]
@@ -202,7 +202,9 @@ def hold_frozen(case: Case, plan: Plan, me: str) -> Mapping[str, torch.Tensor]:
         SEAT.frozen_of = of
         dtype = COMPUTE_DTYPES[case.section().precision]
         SEAT.frozen = FrozenWeights(case.model_section(), config, case.seed, CPU, dtype)
-    SEAT.frozen.hold(frozen_units(plan, config, me), threading.Event())
+    keeps_first = case.model_section().keeps_reference(case.section().objective)
+    units = frozen_units(plan, config, me, with_first=keeps_first)
+    SEAT.frozen.hold(units, threading.Event())
     return SEAT.frozen.tensors
 
 
@@ -222,7 +224,8 @@ def check_frozen(case: Case) -> int:
         is_quantized = origin[name].is_quantized
         whole |= quantize(origin[name], tensor) if is_quantized else {name: tensor}
     used = dict(SEAT.trainer.stage.weights.places())
-    for name, tensor in SEAT.frozen.tensors.items():
+    for name in units:
+        tensor = SEAT.frozen.tensors[name]
         drawn = take_units(specs[name], units[name], whole[name])
         assert torch.equal(tensor, drawn.to(tensor.dtype)), name
         module, kind = used[name][0]

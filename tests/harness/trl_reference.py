@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from torch.utils.data import SequentialSampler
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from autohet.runtime.data import TokenDataset, sample_rows
-from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.layers.adapters import is_adapter
 from autohet.runtime.models.registry import family_of
+from autohet.runtime.state.frozen import first_weights
 from autohet.runtime.step.reference import lora_config, named_adapters, reference_model
 from tests.harness.training_case import Case
 
@@ -152,13 +153,16 @@ def train_recorded(
 ) -> TrlRun:
     config = case.config()
     names = list(family_of(config).parameter_specs(config))
-    drawn = dict(initial_parameters(config, names, case.seed))
+    drawn = dict(first_weights(case.model_section(), config, names, case.seed))
     base = {name: tensor for name, tensor in drawn.items() if not is_adapter(name)}
     model = reference_model(config, iter(base.items()))
     adapter = None
     if case.adapter:
         adapter = lora_config(config, model)
         adapter.lora_dropout = case.adapter.dropout
+        if case.adapter.from_ is not None:
+            model = PeftModel.from_pretrained(model, case.adapter.from_, is_trainable=True)
+            adapter = None
     make: Any = kind
     trainer = make(
         model=model,
@@ -168,7 +172,7 @@ def train_recorded(
         peft_config=adapter,
     )
     trained = named_adapters if case.adapter else type(model).named_parameters
-    if case.adapter:
+    if adapter is not None:
         with torch.no_grad():
             for name, tensor in trained(trainer.model):
                 tensor.copy_(drawn[name])

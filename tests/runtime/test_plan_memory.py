@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -168,6 +169,24 @@ def check(family: str, precision: str, plan: dict[str, Any]) -> None:
         assert wanted[worker] == pytest.approx(peak, rel=near), (
             f"{worker}: {peak} counted, {wanted[worker]} predicted"
         )
+
+
+def test_copies_of_a_reference_are_counted() -> None:
+    """DPO's, of an adapter and of the ends that it saves."""
+    adapter = AdapterSection(rank=4, modules_to_save=("embed_tokens", "lm_head"))
+    case = Case(MODELS["qwen3"], two_stages("none"), {"objective": "dpo"}, 1, adapter=adapter)
+    config = case.config()
+    assert case.model_section().keeps_reference("dpo")
+    held = FrozenWeights(case.model_section(), config, case.seed, CPU, torch.float32)
+    numbers = []
+    for me in ("n0/0", "n1/0"):
+        plan = Plan.from_document(case.plan)
+        held.hold(frozen_units(plan, config, me, with_first=True), threading.Event())
+        numbers.append(sum(tensor.numel() for tensor in held.tensors.values()))
+    spec = spec_of("qwen3", MODELS["qwen3"], "fp32", dropout=True)
+    spec = adapt_spec(spec, config, LENGTH, "fp32").with_frozen_copies()
+    layers = [layer.frozen_per_worker(1) for layer in spec.layers]
+    assert numbers == [sum(layers[:3]), sum(layers[3:])]
 
 
 def test_a_base_in_four_bits_needs_what_the_planner_predicts(

@@ -34,8 +34,8 @@ from autohet.runtime.job.identity import (
     with_implied,
 )
 from autohet.runtime.models.config import saved_document
-from autohet.runtime.models.pretrained import weights_identity
 from autohet.runtime.models.registry import FAMILIES, used_keys
+from autohet.runtime.state.frozen import run_identity
 from autohet.runtime.step.learning_rate import follows_steps, learning_rate
 from autohet.runtime.step.loss_scale import LOSS_SCALE
 from planner.errors import ConfigError
@@ -291,10 +291,7 @@ def identity_changes(job: Job, uri: str, manifest: Manifest) -> list[KeyChange]:
         ConfigError: something differs that changes the mathematics, and is not allowed to.
     """
     model = job.model
-    weights = None
-    if model.pretrained is not None:
-        weights = weights_identity(model.pretrained, model.revision)
-    now = job.identity(weights)
+    now = run_identity(job)
     then = with_implied(manifest.scalars, now)
     then.setdefault("training.seed", then.get("seed", job.training.seed))
     if now.get(TEMPLATE_DATE) is None:

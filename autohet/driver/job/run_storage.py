@@ -9,7 +9,7 @@ from autohet.driver.checkpoints.resumption import skipped_from
 from autohet.runtime.job import Job
 from autohet.runtime.job.identity import DATA_DIGEST
 from autohet.runtime.models.config import saved_document
-from autohet.runtime.models.pretrained import weights_identity
+from autohet.runtime.state.frozen import run_identity
 from autohet.runtime.state.model_files import model_files
 from autohet.runtime.step.loss_scale import LOSS_SCALE
 from recovery.checkpoint.manifest import Manifest
@@ -20,10 +20,7 @@ def make_durable(job: Job) -> Durable:
     """Create the driver's side of the job's checkpoint storage."""
     model = job.model
     document = saved_document(model)
-    weights = None
-    if model.pretrained is not None:
-        weights = weights_identity(model.pretrained, model.revision)
-    identity = {"seed": job.training.seed, **job.identity(weights)}
+    identity = {"seed": job.training.seed, **run_identity(job)}
     facts = RunFacts(job.name, document, identity, model_files(job, document))
     retention = Retention(job.checkpoint.num_kept, job.checkpoint.keep_best)
     return Durable(open_storage(job.checkpoint_storage), facts, retention)

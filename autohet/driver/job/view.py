@@ -109,7 +109,7 @@ def status_line(status: Json, seen: Observation) -> str:
     loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
     speed = "-" if not status["tokens_per_s"] else f"{status['tokens_per_s']:,.0f}"
     return (
-        f"step {status['step']}/{status['steps']}  loss {loss}{_optimizer_note(status)}"
+        f"step {status['step']}/{status['steps'] or '?'}  loss {loss}{_optimizer_note(status)}"
         f"  {speed} tokens/s  {fleet}  {_doing(status)}{failing_note(status)}"
     )
 

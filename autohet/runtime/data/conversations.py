@@ -21,8 +21,13 @@ ROLE_BY_SPEAKER = {
     "gpt": "assistant",
     "bot": "assistant",
     "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
 }
 """Roles by ShareGPT's names of the speakers (fields `from`, `value`)."""
+CONTENT_NAMES = ("value", "text")
+"""Other names of a message's content."""
 SYSTEM = "system"
 OPTIONS = "chat_template_kwargs"
 IMAGES = ("image", "images")
@@ -89,14 +94,19 @@ def _message(given: Document, number: int) -> ChatMessage:
     # A table of messages has null where a message has no such field.
     message = {key: value for key, value in given.items() if value is not None}
     if "role" not in message and "from" in message:
-        speaker = message.pop("from")
-        message["role"] = ROLE_BY_SPEAKER.get(speaker, speaker)
-        message["content"] = message.pop("value", "")
+        message["role"] = message.pop("from")
+        known = str(message["role"]).lower()
+        message["role"] = ROLE_BY_SPEAKER.get(known, known if known in ROLES else message["role"])
+    for name in CONTENT_NAMES:
+        if "content" not in message and name in message:
+            message["content"] = message.pop(name)
     role = message.get("role")
     if role not in ROLES:
         near = [ROLE_BY_SPEAKER.get(str(role)), *difflib.get_close_matches(str(role), ROLES)]
         hint = f"known: {', '.join(ROLES)}"
-        if any(near):
+        if isinstance(role, int):
+            hint = "read a directory whose data card has the names of roles as hf://DIRECTORY"
+        elif any(near):
             hint = f"did you mean {next(filter(None, near))!r}?"
         raise BrokenRecord(f"message {number} has the unknown role {role!r}; {hint}")
     if "content" in message:

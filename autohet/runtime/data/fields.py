@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from decimal import Decimal
+from itertools import zip_longest
 from typing import Any
 
 from autohet.runtime.data.conversations import ROLES, messages_of
@@ -55,7 +56,7 @@ class PlainExamples:
     def extract(self, record: Any) -> Any:
         if not isinstance(record, dict):
             return self._kind.extract(record)
-        record = {name: _worded(without_nulls(value)) for name, value in record.items()}
+        record = {name: _worded(without_nulls(_listed_turns(v))) for name, v in record.items()}
         renamed = dict(record)
         for name, field in (self._data.fields or {}).items():
             if name in OPTIONAL_FIELDS:
@@ -73,6 +74,16 @@ class PlainExamples:
 
     def encode(self, extracted: Sequence[Any]) -> list[Example]:
         return self._kind.encode(extracted)
+
+
+def _listed_turns(value: Any) -> Any:
+    """Return turns as a list; `datasets.Sequence` gives one list for each of their members."""
+    if not isinstance(value, dict) or not value.keys() & {"role", "from"}:
+        return value
+    if not all(isinstance(member, list) for member in value.values()):
+        return value
+    rows = zip_longest(*value.values())
+    return [dict(zip(value, row, strict=True)) for row in rows]
 
 
 def _worded(value: Any) -> Any:
@@ -144,12 +155,14 @@ def _message(turn: Document) -> Document:
         return {"role": "tool", "content": turn.get("value"), **rest}
     if speaker not in TOOL_CALLERS:
         return turn
-    try:
-        given = json.loads(turn.get("value") or "")
-    except (ValueError, TypeError) as error:
-        raise BrokenRecord(
-            f"a turn of {speaker} is not valid JSON ({error}); fix it, or {SKIP_REMEDY}"
-        ) from error
+    given = turn.get("value")
+    with suppress(ValueError):
+        given = json.loads(given) if isinstance(given, str) else given
     calls = given if isinstance(given, list) else [given]
+    if not is_conversation(calls):
+        raise BrokenRecord(
+            f"a turn of {speaker} holds {str(given)[:40]!r}, no call as JSON; fix it, or"
+            f" {SKIP_REMEDY}"
+        )
     tool_calls = [{"type": "function", "function": call} for call in calls]
-    return {"role": "assistant", "content": "", "tool_calls": tool_calls, **rest}
+    return {"role": "assistant", "tool_calls": tool_calls, **rest}

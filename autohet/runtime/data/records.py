@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -360,12 +361,16 @@ def _columns(names: Sequence[str], columns: tuple[str, ...], name: str) -> list[
 def _rows(batches: Iterable[pa.RecordBatch], names: Sequence[str]) -> Iterator[Document]:
     """Yield the rows of a table as plain values, with those of Arrow's JSON type parsed.
 
-    They have null in the columns of `names` that the batches leave out.
+    They have null in the columns of `names` that the batches leave out. Numbers of the classes of
+    `datasets.ClassLabel` become the classes' names.
     """
     nulls = dict.fromkeys(names)
     for batch in batches:
         columns = batch.schema
-        parse = _members_parser({c.name: _parser(c.type, c.name in TEXT_COLUMNS) for c in columns})
+        features: Document = {}
+        with suppress(ValueError, TypeError, KeyError):
+            features = json.loads(columns.metadata[b"huggingface"])["info"]["features"] or {}
+        parse = _members_parser(columns, features, TEXT_COLUMNS)
         for record in batch.to_pylist():
             yield nulls | (record if parse is None else parse(record))
 
@@ -373,11 +378,12 @@ def _rows(batches: Iterable[pa.RecordBatch], names: Sequence[str]) -> Iterator[D
 Parser = Callable[[Any], Any]
 
 
-def _parser(kind: pa.DataType, is_text: bool = False) -> Parser | None:
-    """Return a function that parses the JSON in values of an Arrow type; None if they hold none.
+def _parser(kind: pa.DataType, feature: Any, is_text: bool) -> Parser | None:
+    """Return a function that parses values of an Arrow type; None if they stay as they are.
 
     The `datasets` library stores values of mixed types as JSON text (`datasets.Json`). `is_text`: a
     number among them is a text. A text that is JSON by itself, such as 3.10, is stored as it is.
+    `feature`: the library's description of the type, if it wrote the table.
     """
     if isinstance(kind, pa.JsonType):
 
@@ -389,19 +395,46 @@ def _parser(kind: pa.DataType, is_text: bool = False) -> Parser | None:
             return value if is_text and not isinstance(found, str | list | dict) else found
 
         return parse
+    if isinstance(feature, list):
+        (feature,) = feature
+    elif isinstance(feature, dict) and isinstance(feature.get("_type"), str):
+        names = feature.get("names")
+        if pa.types.is_integer(kind) and names:
+            # The library has null or -1 for no class, which is none here.
+            found: dict[int | None, str] = dict(enumerate(names))
+            return found.get
+        feature = feature.get("feature", feature)
     if pa.types.is_struct(kind):
-        members = kind.fields
-        return _members_parser({m.name: _parser(m.type, m.name in TEXT_MEMBERS) for m in members})
+        return _members_parser(kind, feature or {}, TEXT_MEMBERS)
     if isinstance(kind, LIST_TYPES):
-        parse_one = _parser(kind.value_type, is_text)
+        parse_one = _parser(kind.value_type, feature, is_text)
         if parse_one is not None:
             return lambda values: None if values is None else [parse_one(each) for each in values]
     return None
 
 
-def _members_parser(given: dict[str, Parser | None]) -> Parser | None:
-    """Return a function that parses the members of an object that have a parser."""
-    parsers = {name: parse for name, parse in given.items() if parse is not None}
+def _is_mark(feature: Any) -> bool:
+    """Return True for classes of a mark (`train: false`), whose number says the same."""
+    names = (feature.get("names") or ()) if isinstance(feature, dict) else ()
+    return bool(names) and {*map(str.lower, names)} <= {"false", "true", "no", "yes", "0", "1"}
+
+
+def _members_parser(
+    members: Iterable[pa.Field], features: Document, texts: Sequence[str]
+) -> Parser | None:
+    """Return a function that parses those members of an object that have a parser.
+
+    `texts`: names of the members that are texts.
+    """
+    parsers: dict[str, Parser] = {}
+    for member in members:
+        is_text = member.name in texts
+        feature = features.get(member.name)
+        if texts is TEXT_MEMBERS and not is_text and _is_mark(feature):
+            continue
+        found = _parser(member.type, feature, is_text)
+        if found is not None:
+            parsers[member.name] = found
 
     def parse(value: Document | None) -> Any:
         if value is None:

@@ -79,10 +79,13 @@ def held_units(
                     yield worker, name, spec, local_units(spec, share)
 
 
-def frozen_units(plan: Plan, config: PreTrainedConfig, worker: str) -> dict[str, tuple[int, ...]]:
+def frozen_units(
+    plan: Plan, config: PreTrainedConfig, worker: str, *, with_first: bool = False
+) -> dict[str, tuple[int, ...]]:
     """Return the units of untrained parameters that `worker` computes with, by `held_specs`' names.
 
-    The result is empty if the plan does not have the worker.
+    The result is empty if the plan does not have the worker. with_first: those of trained ones too,
+    whose first values are frozen as DPO's reference.
     """
     specs = family_of(config).parameter_specs(config)
     for pipeline in plan.pipelines:
@@ -91,7 +94,7 @@ def frozen_units(plan: Plan, config: PreTrainedConfig, worker: str) -> dict[str,
                 share = stage.share(stage.workers.index(worker))
                 names = stage_parameter_names(config, stage.first_layer, stage.num_layers)
                 parts = [part for name in names for part in held_as(specs[name])]
-                frozen = [part for part in parts if not part.trainable]
+                frozen = [part for part in parts if with_first or not part.trainable]
                 return {part.name: local_units(part, share) for part in frozen}
     return {}
 

@@ -43,7 +43,9 @@ def with_adapter(spec: ModelSpec, job: Job) -> ModelSpec:
         "sequence_length": job.training.sequence_length,
     }
     adapted = _recall_or_derive(job, ModelSpec, facts, lambda: _derive_adapted(spec, job))
-    # DPO's reference is the model without its adapters, in a forward pass of its own.
+    if job.model.keeps_reference(job.training.objective):
+        adapted = adapted.with_frozen_copies()
+    # DPO's reference has a forward pass of its own.
     if job.training.objective == "dpo":
         return adapted.with_forward_passes(2)
     return adapted

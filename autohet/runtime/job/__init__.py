@@ -149,14 +149,8 @@ class Job:
         require(
             not is_dpo or self.model.adapter is not None,
             "training.objective is dpo, but model.adapter is missing: the reference of the loss is"
-            " the model without its adapters; add `model: {adapter: {kind: lora}}`, or set"
+            " the model without a new one; add `model: {adapter: {kind: lora}}`, or set"
             " training.objective: orpo, which has no reference",
-        )
-        saved = self.model.adapter.modules_to_save if self.model.adapter is not None else ()
-        require(
-            not (is_dpo and saved),
-            "training.objective is dpo, whose reference is the frozen base, but"
-            f" model.adapter.modules_to_save trains {', '.join(saved)}; adapt them as targets",
         )
 
     def _settle_base(self) -> None:

@@ -73,6 +73,8 @@ FROM_SEED = "none: drawn from training.seed"
 FAMILY = "model.family"
 BUILT_IN_FAMILY = "built in"
 ADAPTER = "model.adapter"
+REFERENCE = "model.adapter.reference"
+"""SHA-256 of the stored adapter with which DPO's reference computes."""
 NO_ADAPTER = "none: all weights are trained"
 
 
@@ -164,6 +166,7 @@ IMPLIED: Mapping[str, Value] = {
     "model.adapter.base": None,
     "model.adapter.from": None,
     "model.adapter.modules_to_save": "[]",
+    REFERENCE: "the model without its adapter",
 }
 """Behaviour of releases that lacked these keys: their manifests are of version 2 (autohet 0.1.0).
 

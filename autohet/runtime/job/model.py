@@ -146,3 +146,12 @@ class ModelSection:
             self.vocabulary_size is None or self.pretrained is not None,
             "model.vocabulary_size is for model.pretrained only; give model.config its vocab_size",
         )
+
+    def keeps_reference(self, objective: str) -> bool:
+        """Return True if a reference (DPO's) computes with trained parameters' first values.
+
+        That of a new adapter alone is the model without it.
+        """
+        adapter = self.adapter
+        is_own = adapter is not None and bool(adapter.from_ or adapter.modules_to_save)
+        return objective == "dpo" and is_own

@@ -298,7 +298,7 @@ WITHOUT_KEY: dict[str, tuple[str, ...]] = {
         "push_to_hub",
         "hub_*",
     ),
-    "the reference is the model without its adapters": (
+    "the reference is the model with which the run begins": (
         "ref_model",
         "ref_model_*",
         "sync_ref_model",

@@ -4,6 +4,7 @@ A job goes on with it: rank, scale and targets are the files', and its matrices 
 """
 
 import functools
+import hashlib
 import json
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
@@ -168,6 +169,12 @@ def stored_matrices(
             whole = torch.zeros(specs[name].shape)
             whole[tuple(slice(size) for size in shape)] = tensor.float()
             yield name, whole
+
+
+def stored_digest(source: str) -> str:
+    """Return the SHA-256 of a stored adapter's tensors."""
+    with (_files_of(source) / ADAPTER_FILE).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _saved_modules(document: Json, family: Family) -> tuple[str, ...]:

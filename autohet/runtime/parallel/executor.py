@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -45,7 +45,7 @@ class ExecutableStage(Protocol):
     def answer_losses(
         self, x: Tensor, targets: Tensor, begins: Tensor, tokens: Tensor | None = None
     ) -> AnswerLosses: ...
-    def without_adapters(self) -> AbstractContextManager[None]: ...
+    def as_reference(self, first_weights: Mapping[str, Tensor]) -> AbstractContextManager[None]: ...
 
 
 class Executor:
@@ -168,7 +168,7 @@ class Executor:
 
     @torch.no_grad()
     def _run_reference(self, batch: Callable[[int], Batch], count: int, begins: PieceMap) -> None:
-        """Run forward passes of the reference, if the loss has one: stages without adapters.
+        """Run forward passes of the reference, if the loss has one.
 
         An emulated GPU sleeps out its time in the forward passes that follow, whose emulated
         seconds are those of both.
@@ -182,7 +182,7 @@ class Executor:
         def keep(m: int, x: Tensor, batch: Batch, isolated: tuple[Tensor, ...]) -> None:
             preference.keep_reference(m, self.stage, x, batch[1], *isolated)
 
-        with self.stage.without_adapters():
+        with self.stage.as_reference(preference.first_weights):
             self._forward_passes(batch, count, begins, keep, None)
 
     def _forward_passes(

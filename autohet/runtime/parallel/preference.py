@@ -2,7 +2,7 @@
 
 With c and r the log-probabilities of a row's chosen and rejected answer, and c', r' those of a
 reference, DPO's loss of the row (Rafailov et al. 2023, equation 7) is
--log sigmoid(beta * ((c - c') - (r - r'))). The reference is the stage without its adapters. Its
+-log sigmoid(beta * ((c - c') - (r - r'))). The reference is the stage as the run began. Its
 forward passes, without gradients, precede those of the step.
 
 ORPO (Hong et al. 2024, equations 6 and 7) has no reference. With c and r the means over an answer's
@@ -36,6 +36,8 @@ class PreferenceLoss(ABC):
     """Loss of one step's pairs, on a last stage.
 
     sums: those of a vote (`step.votes.Vote`) that this loss adds to, as float64 scalars by name.
+    first_weights: first values of trained parameters, with which the reference computes; empty: it
+    is the stage without its adapters.
     """
 
     has_reference: bool
@@ -44,6 +46,7 @@ class PreferenceLoss(ABC):
     def __init__(self, beta: float, device: torch.device) -> None:
         self.beta = beta
         self._device = device
+        self.first_weights: Mapping[str, Tensor] = {}
         self.begin()
 
     def begin(self) -> None:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from autohet.runtime.job import ModelSection
-from autohet.runtime.models.adapter_files import stored_matrices
+from autohet.runtime.job import Job, ModelSection
+from autohet.runtime.job.identity import REFERENCE, Value
+from autohet.runtime.models.adapter_files import stored_digest, stored_matrices
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.layers.adapters import is_adapter
 from autohet.runtime.models.layers.nf4 import held_as, quantize
 from autohet.runtime.models.parameter_spec import ParameterSpec, take_units
-from autohet.runtime.models.pretrained import pretrained_parameters
+from autohet.runtime.models.pretrained import pretrained_parameters, weights_identity
 from autohet.runtime.models.registry import family_of, held_specs
 from recovery.errors import Cancelled
 
@@ -47,6 +48,19 @@ def first_weights(
     if model.pretrained is not None and read:
         family = family_of(config)
         yield from pretrained_parameters(model.pretrained, config, family, read, model.revision)
+
+
+def run_identity(job: Job) -> dict[str, Value]:
+    """Return the identity of a job, of the weights that it begins with and of its reference."""
+    model = job.model
+    weights = None
+    if model.pretrained is not None:
+        weights = weights_identity(model.pretrained, model.revision)
+    found = job.identity(weights)
+    stored = None if model.adapter is None else model.adapter.from_
+    if stored is not None and model.keeps_reference(job.training.objective):
+        found[REFERENCE] = stored_digest(stored)
+    return found
 
 
 def held_weights(

@@ -157,6 +157,9 @@ class StageTrainer(Trainer):
         if beta is not None:
             loss = LOSSES[setup.training.objective]
             self.voter.preference = loss(beta, setup.device)
+            trained = self.stage.weights.local_parameters()
+            first = {name: generation.frozen[name] for name in trained if name in generation.frozen}
+            self.voter.preference.first_weights = first
         return Executor(borders, self.stage, pacer, over.check, self._clock, self.voter.preference)
 
     def resume(self, kept: KeptPasses, rest: Deal) -> None:

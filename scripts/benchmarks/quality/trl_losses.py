@@ -111,6 +111,11 @@ class Prepared:
         model.save_pretrained(self.directory / "model")
         if self.job.adapter:
             adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
+            if self.job.objective == "dpo":
+                # An adapter that has been trained is a reference of its own.
+                for name, tensor in adapted.named_parameters():
+                    if "lora_B" in name:
+                        torch.nn.init.normal_(tensor, std=0.02)
             adapted.save_pretrained(str(self.directory / "adapter"))
 
     def _write_document(self) -> Record:

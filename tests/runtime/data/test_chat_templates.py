@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from autohet.runtime.data.chat.targets import render_chat, render_completion
 from autohet.runtime.data.chat.template import ChatTemplate, Conversation
+from autohet.runtime.data.conversations import conversation_of
 from autohet.runtime.data.examples import ChatExamples, Example
 from autohet.runtime.data.records import BrokenRecord
 from autohet.runtime.data.tokenization import LibraryTokenizer
@@ -221,6 +223,78 @@ def test_targets_are_what_the_assistant_wrote(
     assert without_reasoning(found) == alone
 
 
+NULL = {**call(as_text=True), "content": None}
+NULLS = {
+    "one call": [ask(1), NULL, OUTPUT, answer(2), ask(3), answer(3)],
+    "two calls": [
+        SYSTEM,
+        ask(1),
+        {**NULL, "tool_calls": 2 * NULL["tool_calls"]},
+        OUTPUT,
+        OUTPUT,
+        answer(2),
+    ],
+    "calls in turn": [ask(1), answer(1), NULL, OUTPUT, NULL, OUTPUT, answer(2), ask(3), NULL],
+}
+
+
+@pytest.mark.parametrize("shape", NULLS)
+def test_calls_beside_null_are_targets(library: PreTrainedTokenizerFast, shape: str) -> None:
+    """Wrong: R1-Distill's calls left out beside an empty text, and its end trained at once.
+
+    The library's tokenizer drops a null and then refuses the calls; its renderer does not.
+    """
+    name = "deepseek_r1_distill"
+    example = ours(library, name, NULLS[shape], TOOLS)
+    ids = example.ids.tolist()
+    special = library.special_tokens_map
+    keys: dict[str, Any] = {"conversations": [NULLS[shape]], "tools": TOOLS, **special}
+    (text,), _ = render_jinja_template(chat_template=trl_template(name), **keys)
+    training = trl_template(f"{name}_training")
+    (same,), (marked,) = render_jinja_template(
+        chat_template=training, return_assistant_tokens_mask=True, **keys
+    )
+    assert text == same == library.decode(ids)
+    found = [library.decode(ids[begin:end]) for begin, end in runs_of(example.counts.tolist())]
+    written = re.compile(r"(<｜Assistant｜>|<｜tool▁outputs▁end｜>)")
+    assert found == [written.sub("", text[begin:end]) for begin, end in marked]
+
+
+CALLED = "{% if m.tool_calls %}({{ m.tool_calls[0].function.name }}){% endif %}<end>{% endfor %}"
+PEEKS = {
+    "an earlier call's content": (
+        "{% for m in messages %}<{{ m.role }}>{% if loop.last %}{{ m.content }}"
+        "{% else %}{{ m.content.split('/')[-1] }}{% endif %}" + CALLED
+    ),
+    "null as JSON": (
+        "{% for m in messages %}<{{ m.role }}>{% set text = m['content'] %}"
+        "{{ text if text is string else text | tojson }}" + CALLED
+    ),
+}
+"""As QwQ's and LFM2's."""
+
+
+@pytest.mark.parametrize("case", PEEKS)
+def test_calls_without_content_have_the_form_that_renders_in_a_conversation(case: str) -> None:
+    """Wrong: the form that a call alone has, or one that prints null."""
+    conversation = conversation_of({"messages": NULLS["one call"], "tools": TOOLS}, "messages")
+    made = render_chat(ChatTemplate(PEEKS[case], {}), conversation, "assistant")
+    found = [made.text[begin:end].removeprefix("<assistant>") for begin, end in made.spans]
+    assert found == ["(weather)<end>", "Answer 2.<end>", "Answer 3.<end>"]
+
+
+def test_an_answer_that_another_repeats(library: PreTrainedTokenizerFast) -> None:
+    """R1-Distill keeps the thought behind a tool's result, and not the one of an equal answer."""
+    thought = {"role": "assistant", "content": "<think>Hm.</think>Fine."}
+    messages = [ask(1), NULL, OUTPUT, thought, ask(2), thought]
+    example = ours(library, "deepseek_r1_distill", messages, TOOLS)
+    *_, first, second = runs_of(example.counts.tolist())
+    ids = example.ids.tolist()
+    end = "<｜end▁of▁sentence｜>"
+    assert library.decode(ids[slice(*first)]) == f"<think>Hm.</think>Fine.{end}"
+    assert library.decode(ids[slice(*second)]) == f"Fine.{end}"
+
+
 HEADER = "{% if add_generation_prompt %}<assistant>{% endif %}"
 EACH = "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
 SEPARATED = EACH + "{% if not loop.last %}<end>{% endif %}{% endfor %}" + HEADER
@@ -246,6 +320,13 @@ LOOKS_BACK = (
     "{% endfor %}" + HEADER
 )
 """As Command R7B's and Solar's: a tool's result has the name of its call."""
+CALLS_FIRST = (
+    "{% for message in messages %}{% if message.tool_calls %}<assistant>"
+    "{{ message.tool_calls[0].function.name }}<end>{% endif %}"
+    "{% if message.content is not none %}<{{ message.role }}>{{ message['content'] + '<end>' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
+"""As one of R1-Distill's: the content beside calls is a turn of its own."""
 BRACKETS = (
     "{% set open = namespace(turn=false) %}{% for message in messages %}"
     "{% if message.role == 'tool' %}[{{ message.content }}]{% else %}"
@@ -273,6 +354,12 @@ OWN = {
         "tools",
         ["Let me look.weather<end>", "Answer 2.<end>", "Answer 3.<end>"],
     ),
+    "calls, then content": (
+        CALLS_FIRST,
+        "tools",
+        ["weather<end>", "Let me look.<end>", "Answer 2.<end>", "Answer 3.<end>"],
+    ),
+    "calls, then nothing": (CALLS_FIRST, "a call", ["weather<end>", "Answer 2.<end>"]),
     "results in brackets": (
         BRACKETS,
         "tools",
@@ -285,7 +372,7 @@ OWN = {
 def test_targets_of_other_templates(library: PreTrainedTokenizerFast, case: str) -> None:
     """Wrong: prompts, names in results and results that are targets, or a turn without an end."""
     template, shape, expected = OWN[case]
-    messages = SHAPES[shape]
+    messages = SHAPES.get(shape, [ask(1), call(), OUTPUT, answer(2)])
     tools = TOOLS if "tools" in shape else None
     made = render_chat(ChatTemplate(template, {}), Conversation(messages, tools), "assistant")
     assert [made.text[begin:end] for begin, end in made.spans] == expected

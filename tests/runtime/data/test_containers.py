@@ -258,3 +258,66 @@ def test_a_row_of_a_table_with_too_many_cells_is_broken_as_for_datasets(
     # An empty cell at the end is none.
     path.write_text("id,text\n1,so it is,\n" + "3,well then\n" * 20)
     np.testing.assert_array_equal(rows_of(left_out), rows_of(prepare_dataset(make_data(path), 7)))
+
+
+def test_labels_of_classes_are_their_names(tmp_path: Path, make_data: MakeData) -> None:
+    """Wrong: `datasets` stores the classes' numbers, which no template knows (user is 0)."""
+    save_chat_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    text = datasets.Value("string")
+
+    def classes(*names: str) -> Any:
+        return datasets.ClassLabel(names=list(names))
+
+    role = classes("system", "user", "assistant")
+    call = {"type": classes("function"), "function": {"name": classes("f", "g"), "arguments": text}}
+    mark = classes("false", "true")
+    message = {"role": role, "content": text, "train": mark, "tool_calls": [call]}
+    tools = [{"name": text, "parameters": {"type": classes("object", "array")}}]
+    turns = {"from": classes("human", "gpt"), "value": classes("hello", "true", "false")}
+    pair = {"prompt": [{"role": role, "content": text}], "label": classes("no", "True")}
+    features = {
+        "chat": {"messages": [message], "tools": tools},
+        # The library's older form: one list for each member.
+        "sharegpt": {"conversations": datasets.Sequence(turns)},
+        "prompt_completion": pair,
+    }
+    asked = {"role": "user", "content": "Hello"}
+    calls = [{"type": "function", "function": {"name": "g", "arguments": '{"a": 1}'}}]
+    answers = [
+        {"role": "assistant", "content": "", "train": "true", "tool_calls": calls},
+        {"role": "assistant", "content": "No.", "train": "false"},
+    ]
+    spoken = {"from": ["human", "gpt", "gpt"], "value": ["hello", "true", "false"]}
+    records = {
+        "chat": {
+            "messages": [asked, answers[0], asked, answers[1]],
+            "tools": [{"name": "g", "parameters": {"type": "object"}}],
+        },
+        "sharegpt": {"conversations": spoken},
+        "prompt_completion": {"prompt": [asked], "label": "True"},
+    }
+    for kind, record in records.items():
+        named = json.loads(json.dumps(record).replace('"train": "true"', '"train": true'))
+        named = json.loads(json.dumps(named).replace('"train": "false"', '"train": false'))
+        if kind == "sharegpt":
+            pairs = zip(spoken["from"], spoken["value"], strict=True)
+            named = {"conversations": [{"from": one, "value": other} for one, other in pairs]}
+        lines = write_jsonl(tmp_path / f"{kind}.jsonl", [named] * 9)
+        found = datasets.Dataset.from_list([record] * 9, datasets.Features(features[kind]))
+        found.to_parquet(tmp_path / f"{kind}.parquet")
+        found.save_to_disk(str(tmp_path / kind))
+        keys: dict[str, Any] = {"kind": kind, "tokenizer": str(tmp_path / "tokenizer")}
+        if kind == "prompt_completion":
+            keys["fields"] = {"completion": "label"}
+        wanted = documents_of(prepare_dataset(make_data(lines, **keys), 255))
+        for source in (tmp_path / f"{kind}.parquet", tmp_path / kind):
+            assert documents_of(prepare_dataset(make_data(source, **keys), 255)) == wanted, source
+    # The metadata of other writers.
+    for number, content in enumerate(("no JSON", '{"info": null}', '{"info": {"features": null}}')):
+        table = pq.read_table(tmp_path / "chat.parquet").replace_schema_metadata(
+            {"huggingface": content}
+        )
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+        keys = {"kind": "chat", "tokenizer": str(tmp_path / "tokenizer")}
+        with pytest.raises(ConfigError, match="unknown role 1; read a directory whose data card"):
+            prepare_dataset(make_data(tmp_path / f"{number}.parquet", **keys), 255)

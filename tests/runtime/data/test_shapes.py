@@ -182,6 +182,15 @@ def test_sharegpt_is_read_as_the_chat_that_it_is(
     named = [{"turns": turns, "prompt": "Be brief."}]
     names = {"messages": "turns", "system": "prompt"}
     same_rows(make_data, tmp_path, named, [{"messages": messages}], kind="sharegpt", fields=names)
+    odd = [
+        {"role": "system", "text": "Be brief."},
+        {"from": "Human", "content": "How warm is it?"},
+        {"from": "tool_call", "value": {"name": "f", "arguments": {"unit": "C"}}},
+        {"from": "tool_response", "value": "20"},
+        {"from": "bing", "text": "It is 20 C."},
+    ]
+    given = [{"conversations": odd}]
+    same_rows(make_data, tmp_path, given, [{"messages": messages}], kind="sharegpt")
 
 
 @pytest.mark.parametrize("num_shared", [0, 1, 3])

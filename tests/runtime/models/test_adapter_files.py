@@ -11,8 +11,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from autohet.runtime.job import AdapterSection, Job, ModelSection
+from autohet.runtime.job.identity import REFERENCE, changes, decides, with_implied
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.layers.adapters import adapter_of
+from autohet.runtime.state.frozen import run_identity
 from planner.errors import ConfigError
 from recovery.storage.open import open_storage
 from tests.harness.tiny_models import TINY
@@ -24,6 +26,7 @@ from tests.runtime.models.test_published_bases import (
 )
 
 ALL = "all-linear"
+TRAINING = {"global_batch_sequences": 1, "sequence_length": 8, "steps": 1}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "names": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}),
     "all maps, rslora": ("qwen3", {"r": 3, "use_rslora": True, "target_modules": ALL}),
@@ -243,3 +246,24 @@ def test_the_key_is_from() -> None:
     document["model"]["adapter"] = {"from": 3}
     with pytest.raises(ConfigError, match=r"model\.adapter\.from is 3"):
         Job.from_document(document)
+
+
+def test_a_reference_is_known_by_its_content(base: Path, adapter: Path) -> None:
+    """Wrong: DPO goes on with another reference once files were written over, or as releases did
+    that took the base.
+    """
+
+    def identity(folder: Path) -> dict[str, Any]:
+        model = {"pretrained": str(base), "adapter": {"from": str(folder)}}
+        training = {**TRAINING, "objective": "dpo"}
+        return run_identity(Job.from_document({"model": model, "training": training}))
+
+    then = identity(adapter)
+    earlier = {key: value for key, value in then.items() if key != REFERENCE}
+    (change,) = changes(with_implied(earlier, then), then)
+    assert str(change).startswith(f"{REFERENCE} was the model without its adapter and is ")
+    moved = adapter.rename(adapter.with_name("moved"))
+    (moved / "adapter_model.safetensors").write_bytes(b"other")
+    found = [each.key for each in changes(then, identity(moved))]
+    assert found == ["model.adapter.from", REFERENCE]
+    assert decides(REFERENCE)

@@ -46,12 +46,14 @@ class _Turns:
     def _add_end(self) -> None:
         """Append what ends the last turn once another message follows, where nothing else does."""
         last = self._conversation.messages[-1]
-        ends_later = self._template.ends_with_next or self._template.leaves_last_open
+        template = self._template
+        is_open = template.end_of_answer is not None and template.end_of_last == ""
+        ends_later = template.ends_with_next or is_open
         if last["role"] not in ASSISTANTS or not ends_later or self._whole.tail.strip():
             return
         follower = {"role": "tool" if last.get("tool_calls") else "user", "content": PROBE}
         try:
-            longer = self._template.render_pieces(self._conversation.followed_by(follower))
+            longer = template.render_pieces(self._conversation.followed_by(follower))
         except BrokenRecord:
             return
         turn = len(self._conversation.messages) - 1
@@ -59,7 +61,7 @@ class _Turns:
         own = self._whole.of(turn)
         if not printed or not own:
             return
-        if self._template.ends_with_next:
+        if template.ends_with_next:
             self.text += _role_mark(longer.text, printed[-1].end, PROBE)
             return
         text = longer.text[printed[-1].begin : printed[-1].end]
@@ -68,7 +70,7 @@ class _Turns:
             self.text += text.removeprefix(ending)
         else:
             # Its reasoning is left out once another message follows.
-            self.text += self._template.end_of_answer or ""
+            self.text += template.end_of_answer or ""
 
     def spans(self, turn: int) -> list[MarkedSpan]:
         """Return the spans of the assistant's message `turn`: its text and its end.
@@ -85,13 +87,39 @@ class _Turns:
         start = self.start(turn)
         spans = [(max(start, each.begin), each.end) for each in pieces if each.end > start]
         begin = spans[-1][0] if spans else start
-        return [*spans[:-1], (begin, self._end(turn, pieces[-1].end))]
+        return self._without_headers([*spans[:-1], (begin, self._end(turn, pieces[-1].end))])
+
+    def _without_headers(self, spans: list[MarkedSpan]) -> list[MarkedSpan]:
+        """Leave out headers of further turns that a message prints (calls, then its content)."""
+        last = self._template.end_of_last or PROBE
+        found = []
+        for begin, end in spans:
+            after = begin
+            while last in self.text[after:end]:
+                after = self.text.index(last, after) + len(last)
+                written = _agreement(self._template.header, self.text[after:end])
+                if written:
+                    found.append((begin, after))
+                    begin = after + written
+            # A further turn without content has its end alone.
+            if (begin, end) in spans or self.text[begin:end].strip() != last:
+                found.append((begin, end))
+        return found
 
     def _is_printed_elsewhere(self, turn: int) -> bool:
-        """Return True if the message's text is not in its own pieces, but in the conversation."""
-        content = text_of_content(self._conversation.messages[turn].get("content")).strip()
+        """Return True if the message's text is not in its own pieces, but in others'."""
+        pieces = self._whole.pieces
+        contents = [text_of_content(each.get("content")) for each in self._conversation.messages]
+        content = contents[turn].strip()
         own = "".join(self.text[each.begin : each.end] for each in self._whole.of(turn))
-        return not self._whole.pieces or (content not in own and content in self.text)
+        if not pieces or content in own:
+            return not pieces
+        # An equal answer is printed by its own message, though reasoning may be left out here.
+        for message, begin, end in pieces:
+            is_quote = message is None or content not in contents[message]
+            if is_quote and content in self.text[begin:end]:
+                return True
+        return False
 
     def start(self, turn: int) -> int:
         """Return the place where the prompt for message `turn` ends.

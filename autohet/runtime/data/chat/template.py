@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +21,7 @@ from planner.inputs.documents import Document, Json
 
 _DATE = "strftime_now"
 """Function of templates that prints the present time."""
-RULES = "turns-2"
+RULES = "turns-3"
 """Version of the rules that make text and targets of a conversation."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _QUESTION, _ANSWER, _MORE = "Zq1x", "Zq2x", "Zq3x"
@@ -220,10 +221,9 @@ class ChatTemplate:
         fitted = message if content is None else {**message, "content": content}
         if "tool_calls" not in message:
             return fitted
-        wants_text, wants_content = self._form_of_tool_calls
+        wants_text, content_beside = self._form_of_tool_calls
         calls = [_with_arguments(call, wants_text) for call in message["tool_calls"]]
-        default = {"content": ""} if wants_content else {}
-        return {**default, **fitted, "tool_calls": calls}
+        return {**content_beside, **fitted, "tool_calls": calls}
 
     @cached_property
     def _needs_part(self) -> bool:
@@ -241,19 +241,27 @@ class ChatTemplate:
         return _is_printed(text) and text.count(_MORE) == 2 and not is_list
 
     @cached_property
-    def _form_of_tool_calls(self) -> tuple[bool, bool]:
-        """True if the template needs arguments as JSON text; True if it needs content beside."""
-        for wants_text in (False, True):
-            for wants_content in (False, True):
-                function = {"name": _ANSWER, "arguments": {_MORE: _MORE}}
-                call = {"type": "function", "id": "call00001", "function": function}
-                message = _assistant("")
-                if not wants_content:
-                    del message["content"]
-                message["tool_calls"] = [_with_arguments(call, wants_text)]
-                if self.probe(_user(_QUESTION), message):
-                    return wants_text, wants_content
-        return False, False
+    def _form_of_tool_calls(self) -> tuple[bool, Document]:
+        """True if the template needs arguments as JSON text, and the content that it needs beside.
+
+        The first form that prints the call, which R1-Distill's does beside null alone.
+        """
+        result = {"role": "tool", "name": _MORE, "tool_call_id": "call00001", "content": _MORE}
+        beside: tuple[Document, ...] = {}, {"content": None}, {"content": ""}
+        rendered: list[tuple[bool, Document]] = []
+        # Some templates look into the content of calls that others follow.
+        followers = [result], [_user(_MORE)], list[ChatMessage]()
+        for after, wants_text, content in product(followers, (False, True), beside):
+            function = {"name": _ANSWER, "arguments": {_MORE: _MORE}}
+            call = {"type": "function", "id": "call00001", "function": function}
+            calls = [_with_arguments(call, wants_text)]
+            message = {"role": "assistant", "tool_calls": calls, **content}
+            printed = self.probe(_user(_QUESTION), message, *after)
+            if _ANSWER in printed and not re.search("None|null", printed):
+                return wants_text, content
+            if printed and content != beside[1]:
+                rendered.append((wants_text, content))
+        return rendered[0] if rendered else (False, {})
 
     def probe(self, *messages: ChatMessage) -> str:
         """Return the rendering of a few messages; empty if the template refuses them."""
@@ -268,12 +276,10 @@ class ChatTemplate:
         return self.end_of_answer is not None and not self.end_of_answer.strip()
 
     @cached_property
-    def leaves_last_open(self) -> bool:
-        """True if a turn of the assistant has its end only where another message follows."""
-        if self.end_of_answer is None or self.ends_with_next:
-            return False
-        alone = self.probe(*self._example[:2])
-        return _ANSWER in alone and not alone.rpartition(_ANSWER)[2].strip()
+    def end_of_last(self) -> str | None:
+        """Text after an answer that no message follows; None if it is unknown."""
+        _, answer, after = self.probe(*self._example[:2]).rpartition(_ANSWER)
+        return after.strip() if answer else None
 
     @cached_property
     def marks_leave_end(self) -> bool:

@@ -2,6 +2,7 @@
 head after the last.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -178,9 +179,9 @@ class StageModel(nn.Module):
         arguments = self.inputs.arguments(index, tables, isolated=False)
         return self._run(self.blocks[index], hidden, arguments, None)
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        """Compute as the base model inside the returned context."""
-        return adapters_off(self)
+    def as_reference(self, first_weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Compute with these values of trained parameters; without any, as the base model."""
+        return self.weights.replaced_by(first_weights) if first_weights else adapters_off(self)
 
     def _through_blocks(self, x: Tensor, begins: Tensor | None) -> Tensor:
         length = x.shape[1]

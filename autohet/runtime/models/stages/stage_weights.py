@@ -1,6 +1,7 @@
 """Parameters of a stage, in the modules that compute with them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,23 @@ class StageWeights:
             is_copy = used.data_ptr() != given.data_ptr()
             if is_copy:
                 used.copy_(given)
+
+    @contextmanager
+    def replaced_by(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+        """Compute with these local slices inside the returned context, without gradients."""
+        places_by_name = self.places()
+        replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+        for name, given in parameters.items():
+            for module, attribute in places_by_name[name]:
+                held = module._parameters[attribute]
+                assert held is not None
+                replaced.append((module, attribute, held))
+                module._parameters[attribute] = nn.Parameter(given.to(held), requires_grad=False)
+        try:
+            yield
+        finally:
+            for module, attribute, held in replaced:
+                module._parameters[attribute] = held
 
     def local_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of this rank's slices."""
