@@ -274,7 +274,7 @@ def test_a_fleet_that_changes_on_the_last_step_still_makes_it_durable(worker, jo
 
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_an_equal_stage_is_taken_over_and_trains_on(job, store, tmp_path, recompute):
-    """Wrong: it computes on the memory of the state before, or keeps that; or any stage is equal."""
+    """Wrong: it computes on the memory of the state before, or keeps it; or any stage is equal."""
     job = replace(job, training=replace(job.training, steps=6))
     place = WorkerPlace(ME, "node", "CPU", str(tmp_path / "memory"), str(tmp_path / "disk"))
     worker = Worker(place, job)
