@@ -4,6 +4,7 @@ commit is told.
 
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -208,7 +209,10 @@ def test_a_generation_whose_claim_fails_in_any_way_is_known_to_be_unclaimed(
     monkeypatch.setattr(
         storage, "put", Mock(side_effect=AttributeError("nobody has thought of this"))
     )
+    woken = threading.Event()
+    durable.wake = woken.set
     durable.claim(Descent(generation=3, parent=None, first_step=0))
+    assert woken.wait(20), "a driver waits for it"
     durable.close()
     assert (durable.state().claimed, durable.state().unclaimed) == (3, 3)
 

@@ -130,17 +130,26 @@ def test_steps_that_were_run_before_a_wait_are_lost_too_when_all_die_in_it():
 
 
 def test_survivors_of_a_death_prepare_the_plan_without_the_dead_while_one_still_stops():
-    """Wrong: the groups are built once all stand, or by another plan or number than begins."""
+    """Wrong: the groups are built once all stand, or a round after all are interrupted, or by
+    another plan or number than begins.
+    """
     controller, workforce = make_faulty()
     controller.memory.prepares = controller.memory.prepares_at_death = True
     run(controller, trained(controller, 5))
     prepared = []
     prepare = workforce.prepare
     workforce.prepare = lambda orders: (prepared.append(orders), prepare(orders))
+    interrupted = []
+    interrupt = workforce.interrupt
+    workforce.interrupt = lambda workers, number, **how: (
+        interrupted.append(workers),
+        interrupt(workers, number, **how),
+    )
     late, victim = controller.memory.members[0], node_of(controller.memory.members[-1])
     workforce.deafen(late)
     workforce.kill(victim)
-    run(controller, lambda: bool(prepared))
+    run(controller, lambda: bool(interrupted))
+    assert prepared
     assert isinstance(controller.state, Quiescing)
     assert workforce.processes[late].report.phase is Phase.TRAINING
     workforce.thaw()

@@ -44,9 +44,11 @@ def interrupt_after_death(
         whole = tuple(worker for worker in survivors if worker in keeping)
         yield Interrupt(whole, memory.generation, keep=True)
         limit_s += memory.timeouts.step_s
-    return Quiescing(
+    state = Quiescing(
         change, seen.now + limit_s, interrupted=True, broken=memory.members, keeping=keeping
     )
+    yield from _prepare_rest(state, memory, seen)
+    return state
 
 
 def _find_keeping(memory: JobMemory, seen: Observation) -> frozenset[str]:

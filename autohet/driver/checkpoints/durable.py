@@ -157,6 +157,8 @@ class Durable:
         self._restored_step = -SKIPPED_STEPS
         """Step of the checkpoint that was found last, which a restore may have used."""
         self._tidied = False
+        self.wake: Callable[[], None] = lambda: None
+        """Called by a thread once a claim is answered, for which a driver waits."""
 
     def record(self, key: str, value: Scalar) -> None:
         """Add a fact of the run that is known now to the checkpoints from now on."""
@@ -212,6 +214,7 @@ class Durable:
             self._state = replace(
                 self._state, claimed=entry.generation, unclaimed=unclaimed, superseded=superseded
             )
+        self.wake()
 
     def _check_journal(self) -> None:
         require_epoch(self.storage, self.epoch)

@@ -83,7 +83,8 @@ class RayObserver:
         self.clock = clock
         self.timeouts = job.elastic.timeouts()
         self.wake_up = WakeUp()
-        """Wake-up of the driver's wait: by reports, ends of actors and signals."""
+        """Wake-up of the driver's wait: by reports, ends of actors, claims and signals."""
+        durable.wake = self.wake_up.wake
         self._stop_reason: str | None = None
         self._stop_request = ray_cluster.ClusterMemory("stop", run_id)
         self.launches: LaunchWatch | None = None
