@@ -25,7 +25,6 @@ POISON_TAG = 1 << 30
 WAKE_S = 0.05
 """Seconds between two checks for closed connections during a wait that nothing wakes."""
 # Members then read all addresses of a group in one query instead of three for each other member.
-# gloo reads the variable once, before the first group.
 os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
 
 
