@@ -33,7 +33,7 @@ CHURN_FROM_S = 400.0
 
 CHURN_END_S = CHURN_FROM_S + 1800.0
 KILLED = {"detect_s": 0.24}
-"""Detection of a pod or a process that ends: its connections do, too (0.08 to 0.24 s in the demonstration)."""
+"""Detection of a pod or a process that ends: its connections do, too (0.08 to 0.24 s in demos)."""
 
 
 def simulate(

@@ -33,7 +33,9 @@ OPTIONS = "chat_template_kwargs"
 IMAGES = ("image", "images")
 FUNCTIONS = "functions"
 """The older form of `tools`."""
-RECORD_FIELDS = (SYSTEM, "tools", FUNCTIONS, OPTIONS, *IMAGES)
+SYSTEM_PROMPT = "system_prompt"
+"""Field of some data sets that no library reads."""
+RECORD_FIELDS = (SYSTEM, SYSTEM_PROMPT, "tools", FUNCTIONS, OPTIONS, *IMAGES)
 """Fields of a record that belong to its conversation, beside the messages."""
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 
@@ -58,6 +60,8 @@ def conversation_of(record: Document, field: str) -> Conversation:
     system = record.get(SYSTEM)
     if isinstance(system, str) and system and messages[0]["role"] != SYSTEM:
         messages = [{"role": SYSTEM, "content": system}, *messages]
+    elif record.get(SYSTEM_PROMPT) and messages[0]["role"] != SYSTEM:
+        warn_once(f"{SYSTEM_PROMPT!r} has no effect on conversations; call the field {SYSTEM!r}")
     for message in messages:
         if message["role"] not in ASSISTANTS and any(message.get(key) for key in TRAINED_KEYS):
             warn_once(

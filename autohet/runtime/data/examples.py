@@ -23,6 +23,7 @@ from autohet.runtime.data.chat.template import ChatTemplate, RenderedText
 from autohet.runtime.data.conversations import (
     RECORD_FIELDS,
     SYSTEM,
+    SYSTEM_PROMPT,
     conversation_of,
     messages_of,
 )
@@ -186,11 +187,12 @@ class _Completions:
             )
         text = text_of(record, field)
         before = text_of(record, PROMPT)
-        if record.get(SYSTEM) and SYSTEM not in self._data.field_of(PROMPT):
-            warn_once(
-                f"{SYSTEM!r} has no effect on prompts that are texts; name it in data.fields:"
-                f" {{prompt: [{SYSTEM}, ...]}}"
-            )
+        for name in (SYSTEM, SYSTEM_PROMPT):
+            if record.get(name) and name not in self._data.field_of(PROMPT):
+                warn_once(
+                    f"{name!r} has no effect on prompts that are texts; name it in data.fields:"
+                    f" {{prompt: [{name}, ...]}}"
+                )
         if not text.strip():
             raise BrokenRecord(f"the {field} is empty; remove the line, or {SKIP_REMEDY}")
         return before, text

@@ -242,19 +242,32 @@ def test_an_unwanted_completion_is_named(
     assert ("labelled false" in caplog.text) is not label
 
 
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
 def test_a_system_prompt_beside_texts_is_named(
-    tmp_path: Path, make_data: MakeData, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, make_data: MakeData, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """Wrong: the column of `orca_dpo_pairs` is left out without a word."""
     path = tmp_path / "a.jsonl"
-    record = {"system": "Be brief.", "prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
+    record = {name: "Be brief.", "prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
     path.write_text(f"{json.dumps(record)}\n" * 9)
-    for fields in (None, {"prompt": ("system", "prompt")}):
+    for fields in (None, {"prompt": (name, "prompt")}):
         warn_once.cache_clear()
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             prepare_dataset(make_data(path, kind="preference", fields=fields), 99)
-        assert ("'system' has no effect" in caplog.text) is (fields is None)
+        assert (f"'{name}' has no effect" in caplog.text) is (fields is None)
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_a_system_prompt_that_no_library_reads_is_named(
+    targets: Any, caplog: pytest.LogCaptureFixture, role: str
+) -> None:
+    warn_once.cache_clear()
+    first = [{"role": "system", "content": "Be brief."}] if role == "system" else []
+    messages = [*first, {"role": "user", "content": "2 + 2?"}, *turns("4")[-1:]]
+    with caplog.at_level(logging.WARNING):
+        targets({"messages": messages, "system_prompt": "Be brief."})
+    assert ("'system_prompt' has no effect" in caplog.text) is (role == "user")
 
 
 def test_functions_are_tools(targets: Any) -> None:
