@@ -388,13 +388,13 @@ class ModelSpec:
     @property
     def tied_parameters(self) -> int:
         """Scalars of the tensor that first and last stage share, if it is trained; else 0."""
-        return self._tied_scalars - self.frozen_tied_parameters
+        return self._tied_scalars if self.embedding.parameters >= self._tied_scalars else 0
 
     @property
     def frozen_tied_parameters(self) -> int:
         """Scalars of the tensor that first and last stage share, if it is frozen; else 0."""
-        is_trained = self.embedding.parameters >= self._tied_scalars
-        return 0 if is_trained else self._tied_scalars
+        is_frozen = self.embedding.frozen_parameters >= self._tied_scalars
+        return self._tied_scalars if is_frozen else 0
 
     @property
     def _tied_scalars(self) -> int:
@@ -404,7 +404,8 @@ class ModelSpec:
         """Part of what each of `tp_degree` workers holds of the embedding that is the head, too."""
         embedding = self.embedding
         held = embedding.parameters_per_worker(tp_degree) + embedding.frozen_per_worker(tp_degree)
-        return self._tied_scalars / tp_degree / max(1.0, held)
+        tied = self.tied_parameters + self.frozen_tied_parameters
+        return tied / tp_degree / max(1.0, held)
 
     def training_flops(self, sequence_length: int) -> float:
         """FLOPs of forward and backward (twice the forward where all weights are trained) of one

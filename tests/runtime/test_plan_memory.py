@@ -171,10 +171,13 @@ def check(family: str, precision: str, plan: dict[str, Any]) -> None:
         )
 
 
-def test_copies_of_a_reference_are_counted() -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_of_a_reference_are_counted(tied: bool) -> None:
     """DPO's, of an adapter and of the ends that it saves."""
-    adapter = AdapterSection(rank=4, modules_to_save=("embed_tokens", "lm_head"))
-    case = Case(MODELS["qwen3"], two_stages("none"), {"objective": "dpo"}, 1, adapter=adapter)
+    saved = ("embed_tokens",) if tied else ("embed_tokens", "lm_head")
+    adapter = AdapterSection(rank=4, modules_to_save=saved)
+    model = {**MODELS["qwen3"], "tie_word_embeddings": tied}
+    case = Case(model, two_stages("none"), {"objective": "dpo"}, 1, adapter=adapter)
     config = case.config()
     assert case.model_section().keeps_reference("dpo")
     held = FrozenWeights(case.model_section(), config, case.seed, CPU, torch.float32)
@@ -183,10 +186,11 @@ def test_copies_of_a_reference_are_counted() -> None:
         plan = Plan.from_document(case.plan)
         held.hold(frozen_units(plan, config, me, with_first=True), threading.Event())
         numbers.append(sum(tensor.numel() for tensor in held.tensors.values()))
-    spec = spec_of("qwen3", MODELS["qwen3"], "fp32", dropout=True)
+    spec = spec_of("qwen3", model, "fp32", dropout=True)
     spec = adapt_spec(spec, config, LENGTH, "fp32").with_frozen_copies()
     layers = [layer.frozen_per_worker(1) for layer in spec.layers]
-    assert numbers == [sum(layers[:3]), sum(layers[3:])]
+    assert numbers == [sum(layers[:3]), sum(layers[3:]) + spec.frozen_tied_parameters]
+    assert bool(spec.tied_parameters) == bool(spec.frozen_tied_parameters) == tied
 
 
 def test_a_base_in_four_bits_needs_what_the_planner_predicts(
