@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STOPPED = "T"
-DEAD = "X"
-ZOMBIE = "Z"
+ENDED = "XZ"
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class ProcessState:
 
     @property
     def ended(self) -> bool:
-        return self.state in (DEAD, ZOMBIE)
+        return self.state in ENDED
 
 
 def process_states(process_ids: Collection[int]) -> dict[int, ProcessState]:
@@ -43,7 +42,7 @@ def process_states(process_ids: Collection[int]) -> dict[int, ProcessState]:
         try:
             text = Path(f"/proc/{process_id}/stat").read_text()
         except OSError:
-            found[process_id] = ProcessState(DEAD, 0, 0)
+            found[process_id] = ProcessState(ENDED[0], 0, 0)
             continue
         # The second field, the name, may hold anything; behind it comes the third of proc(5).
         _, _, rest = text.rpartition(")")

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch.distributed import Store
 
@@ -255,18 +256,15 @@ class NextGeneration:
             groups.interrupt()
         groups.meet(order.participants)
         place = place_of(order.plan, self._me)
+        build = partial(StageParts.build, self._setup, order.plan, groups, present=building.present)
         if not groups.back_end.in_stream_order:
             # A first message shows that the connections work.
             groups.group(order.participants, "world").barrier_on_host()
             if place is not None:
-                building.parts = StageParts.build(
-                    self._setup, order.plan, groups, present=building.present
-                )
+                building.parts = build()
                 building.parts.build_sync_groups(groups)
         elif place is not None and place.tp_degree == 1:
-            building.parts = StageParts.build(
-                self._setup, order.plan, groups, with_groups=False, present=building.present
-            )
+            building.parts = build(with_groups=False)
 
 
 def meet_participants(
