@@ -41,7 +41,7 @@ def process_states(process_ids: Collection[int]) -> dict[int, ProcessState]:
     for process_id in process_ids:
         try:
             text = Path(f"/proc/{process_id}/stat").read_text()
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             found[process_id] = ProcessState(ENDED[0], 0, 0)
             continue
         # The second field, the name, may hold anything; behind it comes the third of proc(5).
