@@ -168,11 +168,11 @@ def _is_sky_task(document: Json) -> bool:
 
 def _items(document: object) -> Iterator[object]:
     """Yield the items of a Kubernetes `List` or of a CodeFlare AppWrapper, or the document."""
-    kind = document.get("kind") if isinstance(document, Mapping) else None
-    if isinstance(document, Mapping) and kind == "List":
-        yield from document.get("items") or ()
-    elif isinstance(document, Mapping) and kind == "AppWrapper":
-        for part in read_sections(read_section(document, "spec"), "components"):
+    given = document if isinstance(document, Mapping) else {}
+    if given.get("kind") == "List":
+        yield from given.get("items") or ()
+    elif given.get("kind") == "AppWrapper":
+        for part in read_sections(read_section(given, "spec"), "components"):
             yield part.get("template")
     else:
         yield document

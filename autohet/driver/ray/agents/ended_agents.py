@@ -3,21 +3,12 @@
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from autohet.driver.ray.reports.newest_reports import LatestReport
 from autohet.runtime.messages import AgentEndpoint
 
 CONNECT_S = 2.0
 """Limit on a connection; an address that does not answer proves nothing."""
-
-
-@dataclass
-class _Probe:
-    """Attempt to connect to an agent whose connection for reports ended at `broke_off_at`."""
-
-    broke_off_at: float
-    is_refused: bool = False
 
 
 class EndedAgents:
@@ -30,35 +21,34 @@ class EndedAgents:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._probes: dict[str, _Probe] = {}
+        self._refusals: dict[tuple[str, float], threading.Event] = {}
+        """Of each agent and end of its connection: set once its machine has refused another."""
 
     def find(self, answers: Mapping[str, LatestReport]) -> list[str]:
         """Return the nodes whose agents have ended for certain; ask about others."""
         broken = {}
         for node, answer in answers.items():
             if answer.broke_off_at is not None and answer.error is None and answer.value:
-                broken[node] = answer
-        self._probes = {node: probe for node, probe in self._probes.items() if node in broken}
-
-        found = []
-        for node, answer in broken.items():
-            assert answer.broke_off_at is not None
-            probe = self._probes.get(node)
-            if probe is None or probe.broke_off_at != answer.broke_off_at:
-                probe = self._probes[node] = _Probe(answer.broke_off_at)
-                self._begin(probe, answer.value.endpoint)
-            elif probe.is_refused:
-                found.append(node)
+                broken[node, answer.broke_off_at] = answer.value.endpoint
+        self._refusals = {end: refused for end, refused in self._refusals.items() if end in broken}
+        found = [node for (node, _), refused in self._refusals.items() if refused.is_set()]
+        for end, endpoint in broken.items():
+            if end not in self._refusals:
+                self._refusals[end] = self._begin(endpoint)
         return found
 
-    def _begin(self, probe: _Probe, endpoint: AgentEndpoint) -> None:
+    def _begin(self, endpoint: AgentEndpoint) -> threading.Event:
+        """Begin to connect to an agent; return what is set if that is refused."""
+        refused = threading.Event()
+
         def connect() -> None:
             try:
                 socket.create_connection((endpoint.host, endpoint.port), CONNECT_S).close()
             except ConnectionRefusedError:
-                probe.is_refused = True
+                refused.set()
                 self._wake()
             except OSError:
                 pass
 
         threading.Thread(target=connect, name=f"looking for {endpoint.node}", daemon=True).start()
+        return refused

@@ -13,7 +13,7 @@ Any other silence (an interpreter that is held up, a busy processor, a debugger)
 time-out.
 """
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +89,15 @@ class FreezeDetector:
         for worker in heard:
             by_node.setdefault(worker.node, []).append(worker)
         suspicion_s = self._timeouts.suspicion_s
-        watched = _suspects(by_node, agents, now - LOOK_FROM * suspicion_s)
-        silent = _quiet(by_node, agents, now - suspicion_s)
+
+        def is_silent(worker: Heard, for_s: float = suspicion_s) -> bool:
+            return worker.heard_at < now - for_s
+
+        def is_suspect(worker: Heard) -> bool:
+            return not worker.is_connected or is_silent(worker, LOOK_FROM * suspicion_s)
+
+        watched = _select(by_node, agents, is_suspect)
+        silent = _select(by_node, agents, is_silent)
 
         lost = agents.keys() - by_node.keys()
         ended, stopped = self._take_looks(watched, lost)
@@ -192,26 +199,13 @@ class FreezeDetector:
         self._stopped = stopped
 
 
-def _suspects(
-    by_node: Mapping[str, list[Heard]], agents: Agents, since: float
+def _select(
+    by_node: Mapping[str, list[Heard]], agents: Agents, is_wanted: Callable[[Heard], bool]
 ) -> dict[str, list[Heard]]:
-    """Return the workers that are quiet (see `_quiet`) or have no connection, by node."""
-    found = _quiet(by_node, agents, since)
-    for node, workers in by_node.items():
-        broken = [worker for worker in workers if not worker.is_connected]
-        if broken and node in agents:
-            others = [worker for worker in found.get(node, ()) if worker.is_connected]
-            found[node] = others + broken
-    return found
-
-
-def _quiet(
-    by_node: Mapping[str, list[Heard]], agents: Agents, since: float
-) -> dict[str, list[Heard]]:
-    """Return the workers that have been silent since then, by node, for nodes with an agent."""
+    """Return the wanted workers by node, for nodes with an agent."""
     found = {}
     for node, workers in by_node.items():
-        quiet = [worker for worker in workers if worker.heard_at < since]
-        if quiet and node in agents:
-            found[node] = quiet
+        wanted = list(filter(is_wanted, workers))
+        if wanted and node in agents:
+            found[node] = wanted
     return found
