@@ -385,7 +385,9 @@ def stage_words(stage: Stage, fleet: Fleet) -> str:
         parts.append(f"computes in {stage.compute}")
     if stage.expert_dispatch == "all_to_all":
         parts.append("tokens to experts by all-to-all")
-    if stage.recompute not in (None, "none"):
+    if stage.recompute == "offload":
+        parts.append("full recomputation from inputs in host memory")
+    elif stage.recompute not in (None, "none"):
         parts.append(f"{stage.recompute} recomputation")
     if stage.shard_optimizer:
         parts.append("optimizer state shared out")
@@ -425,9 +427,10 @@ def bar(
 def segment_label(stage: Stage) -> str:
     """Return a segment's label: blocks, TP degree or shares, format if not the job's, and marks.
 
-    `R` is full and `r` selective recomputation, `z` is shared optimizer state.
+    `R` is full and `r` selective recomputation, `o` full from inputs in host memory, `z` is shared
+    optimizer state.
     """
-    marks = {"full": "R", "selective": "r"}.get(stage.recompute or "none", "")
+    marks = {"full": "R", "selective": "r", "offload": "o"}.get(stage.recompute or "none", "")
     marks += "z" if stage.shard_optimizer else ""
     label = str(stage.num_layers)
     if stage.tp_shares:

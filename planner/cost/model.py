@@ -219,6 +219,12 @@ class CostModel:
         """Return the same model with masters and moments of all plans in host memory."""
         return self._with_parameters(replace(self.parameters, offload_optimizer=True))
 
+    def with_offloaded_inputs(self) -> "CostModel":
+        """Return the same model whose stages may also keep inputs of blocks in host memory."""
+        other = copy.copy(self)
+        other.choices = replace(self.choices, recompute=(*self.choices.recompute, "offload"))
+        return other
+
     def _with_parameters(self, parameters: CostParameters) -> "CostModel":
         """Return this model with other bytes of layers, and with the same links."""
         other = copy.copy(self)
@@ -291,7 +297,7 @@ class CostModel:
             estimated=estimated,
             plan=plan,
             not_staged=self.memory_of.not_staged(plan) if plan.spmd is None else None,
-            not_offloaded=self.memory_of.not_offloaded(plan) if plan.offloads else None,
+            not_offloaded=self.memory_of.not_offloaded(plan),
             tied_embeddings=self.spec.tied_embeddings,
             key_value_units=self.spec.key_value_units if plan.spmd is None else 0,
         )

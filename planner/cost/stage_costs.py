@@ -331,15 +331,24 @@ class StageCosts:
         if stage.expert_dispatch == "all_to_all":
             held += self.dispatch.buffer_bytes(stage, placed.size)
 
+        moved = 0.0
+        if (stage.recompute or self.recompute) == "offload":
+            parts = stage.tp_degree if stage.sequence_parallel else 1
+            inside = self.formats.inside_bytes(placed.size, self.formats.of(stage))
+            moved = stage.num_layers * inside / parts
+        # on the CPU host memory is the device's
+        is_host = any(kind.gpu_type == "CPU" for kind in kinds)
+
         limit = min(self.memory.limit_bytes(kind) for kind in kinds)
         kept_bytes = float(kept.sum())
         return RankBytes(
             held_bytes=held,
-            activation_bytes=float(memory.activation_bytes[entries].sum()),
+            activation_bytes=float(memory.activation_bytes[entries].sum()) + is_host * moved,
             free_bytes=limit - held,
             state_bytes=kept_bytes,
             room_bytes=limit - fixed,
             host_bytes=kept_bytes if np.any(memory.host_bytes) else 0.0,
+            moved_bytes=0.0 if is_host else moved,
         )
 
     def _memory_terms(self, placed: _PlacedStage, share: _Share) -> MemoryTerms:

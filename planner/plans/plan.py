@@ -64,11 +64,11 @@ FINEST_TP_DEGREE = 8
 
 If the model's heads allow fewer, it is the largest power of two that they allow.
 """
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "offload"]
 """Recomputation of a block's activations in the backward pass.
 
 none: all are kept. selective: the inner ones of attention and MLP are computed again. full: only
-the block's input is kept.
+the block's input is kept. offload: the same, and the input waits in host memory.
 """
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = get_args(Recompute)
 ComputeFormat = Literal["fp32", "bf16", "fp16", "fp8"]

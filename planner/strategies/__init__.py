@@ -7,9 +7,11 @@ differ in what they enumerate; `staged` ranks it by one closed form and predicts
 `hap` end at `time_limit_s`; `Request.deadline_s` ends every strategy with its best plan so far.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from planner.cost.model import CostModel
 from planner.errors import ConfigError, InfeasibleError
 from planner.plans.plan import Plan, Stage
 from planner.plans.plan_checks import check_plan
@@ -74,14 +76,34 @@ def plan_with(strategy: str, request: Request) -> Answer:
 
 
 def _or_offloading(search: Search, request: Request) -> Answer:
-    """Return the search's answer; if nothing fits, one with optimizer state in host memory."""
+    """Return the search's answer; if nothing fits, one that uses host memory.
+
+    Inputs of blocks are moved there first, since their copies run beside the passes.
+    """
     try:
         return search_formats(search, request)
-    except InfeasibleError as refusal:
-        if not _may_offload(request):
-            raise
-        offloading = replace(request, cost=request.cost.with_offloading())
-        return _with_price(_search_or(refusal, search, offloading))
+    except InfeasibleError as error:
+        refusal = error
+    for cost in _costs_with_host_memory(request):
+        try:
+            return _with_price(search(replace(request, cost=cost)))
+        except InfeasibleError:
+            continue
+    # of the plans that the job asks for
+    raise refusal
+
+
+def _costs_with_host_memory(request: Request) -> Iterator[CostModel]:
+    """Yield the cost models of plans that use host memory as the job allows, the fastest first."""
+    # on a CPU all memory is host memory
+    if "CPU" in request.fleet.gpu_types:
+        return
+    cost = request.cost
+    if cost.choices.offload_inputs:
+        cost = cost.with_offloaded_inputs()
+        yield cost
+    if cost.choices.offload and not cost.parameters.offload_optimizer:
+        yield cost.with_offloading()
 
 
 def _search_or(refusal: InfeasibleError, search: Search, request: Request) -> Answer:
@@ -125,23 +147,18 @@ def _in_one_zone(strategy: str, request: Request) -> Answer:
 
 
 def _with_price(answer: Answer) -> Answer:
-    """Return the answer with the price of optimizer state in host memory."""
-    update_s = answer.prediction.breakdown_s["optimizer"]
-    why = (
-        "no plan fits the GPUs unless masters and moments lie in host memory: their update there"
-        f" takes {update_s:.3g} s of each step's {answer.step_time_s:.3g} s"
-    )
+    """Return the answer with the price of what lies in host memory."""
+    what = list[str]()
+    if any(stage.recompute == "offload" for stage in answer.plan.stages):
+        what.append("inputs of blocks, which are copied beside the passes, lie in host memory")
+    if answer.plan.offloads:
+        update_s = answer.prediction.breakdown_s["optimizer"]
+        what.append(
+            "masters and moments lie in host memory: their update there"
+            f" takes {update_s:.3g} s of each step's {answer.step_time_s:.3g} s"
+        )
+    why = f"no plan fits the GPUs unless {', and '.join(what)}"
     return answer.with_front(_with_price).add_reason(why)
-
-
-def _may_offload(request: Request) -> bool:
-    """Return True if host memory is separate from the GPUs' memory."""
-    has_it_already = request.cost.parameters.offload_optimizer
-    if has_it_already or not request.cost.choices.offload:
-        return False
-
-    # on a CPU the parameters are in host memory themselves
-    return "CPU" not in request.fleet.gpu_types
 
 
 def _or_cutting_sequences(strategy: str, request: Request) -> Answer:

@@ -66,11 +66,12 @@ MEMORY = [
         marks=[] if in_ci else [pytest.mark.slow],
     )
     for shape, recompute, sharded in itertools.product(
-        GRIDS, ("none", "selective", "full"), (False, True)
+        GRIDS, ("none", "selective", "full", "offload"), (False, True)
     )
     if sharded or recompute != "none"
     for in_ci in [
-        (shape, recompute, sharded) in {((2, 2, 2), "selective", True), ((4, 2, 1), "none", True)}
+        (shape, recompute, sharded)
+        in {((2, 2, 2), "selective", True), ((4, 2, 1), "offload", True)}
     ]
 ]
 

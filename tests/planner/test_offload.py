@@ -14,12 +14,13 @@ from planner.cost.model import CostModel
 from planner.cost.parameters import OURS, CostParameters, framework_parameters
 from planner.errors import InfeasibleError
 from planner.inputs.fleet import Fleet
-from planner.plans.plan import Pipeline, Plan, Stage
+from planner.plans.plan import Pipeline, Plan, Recompute, Stage
 from planner.search.problem.request import Request
 from planner.strategies import plan_with
 from tests.planner.cases import fleet, model, profile
 
 WIDTH, LAYERS, LENGTH = 256, 4, 128
+DEEP = 16
 OWN = replace(framework_parameters(OURS, CostParameters()), context_bytes=0.0, context_share=0.0)
 MIB = 2**20
 
@@ -96,6 +97,75 @@ def test_the_update_takes_the_copies_and_the_hosts_time() -> None:
     assert there.step_time_s > here.step_time_s
 
 
+def with_inputs_moved(
+    mib: float, host_mib: float | None = None, parameters: CostParameters = OWN
+) -> Request:
+    """A pipeline of two GPUs that may recompute all, and move inputs of blocks to host memory."""
+    asked = request(mib, nodes=2, offload=False, host_mib=host_mib)
+    spec = model(DEEP, WIDTH, vocab=500)
+    choices = MemoryChoices(("none", "full"), offload_inputs=True)
+    cost = CostModel(
+        asked.fleet,
+        Workload(spec, LENGTH, "fp32"),
+        Measurements(profile(seconds={"A100": 1e-3})),
+        parameters,
+        choices=choices,
+    )
+    wishes: dict[str, Any] = {"max_stages": 2, "microbatch_sequences": 8}
+    return replace(asked, spec=spec, cost=cost, global_batch_sequences=64, **wishes)
+
+
+def two_stages(recompute: Recompute) -> Plan:
+    workers = with_inputs_moved(1 << 20).fleet.workers
+    halves = (
+        Stage(0, DEEP // 2, workers[:1], recompute=recompute),
+        Stage(DEEP // 2, DEEP // 2, workers[1:], recompute=recompute),
+    )
+    return Plan("tiny", 64, 8, LENGTH, (Pipeline(halves, 8, 8),))
+
+
+INPUT_BYTES = 8 * LENGTH * WIDTH * 4
+"""Of one block, for one microbatch in fp32."""
+
+
+def test_inputs_of_blocks_leave_the_gpu_but_for_two_on_their_way() -> None:
+    asked = with_inputs_moved(1 << 20)
+    full, moved = (asked.cost.memory_of.by_worker(two_stages(way)) for way in ("full", "offload"))
+    first, last = asked.fleet.workers
+    # eight blocks each, with two microbatches in flight and with one
+    assert full[first] - moved[first] == pytest.approx((2 * 8 - 1 - 2) * INPUT_BYTES, abs=2)
+    assert full[last] - moved[last] == pytest.approx((8 - 1 - 2) * INPUT_BYTES, abs=2)
+    assert asked.cost.memory_of.offloaded_by_node(two_stages("full")) == {}
+    held = asked.cost.memory_of.offloaded_by_node(two_stages("offload"))
+    assert held == {"a100-0": 16 * INPUT_BYTES, "a100-1": 8 * INPUT_BYTES}
+
+
+def test_copies_of_inputs_take_time_only_where_they_are_longer_than_the_passes() -> None:
+    asked = with_inputs_moved(1 << 20)
+    full, moved = (asked.cost.predict(two_stages(way)) for way in ("full", "offload"))
+    assert moved.step_time_s == full.step_time_s
+    # ten seconds a block and pass: 8 microbatches over two stages of eight blocks
+    slow = replace(OWN, host_link_bytes_per_s=INPUT_BYTES / 10.0)
+    asked = with_inputs_moved(1 << 20, parameters=slow)
+    moved = asked.cost.predict(two_stages("offload"))
+    assert moved.step_time_s == pytest.approx((8 + 1) * 8 * 2 * 10.0, rel=0.01)
+
+
+def test_inputs_are_moved_only_where_nothing_else_fits_and_host_memory_has_room() -> None:
+    def needed(way: Recompute) -> float:
+        used = with_inputs_moved(1 << 20).cost.memory_of.by_worker(two_stages(way))
+        return max(used.values()) / MIB / (1 - OWN.memory_margin)
+
+    answer = plan_with("autohet", with_inputs_moved(needed("full") + 1))
+    assert all(stage.recompute != "offload" for stage in answer.plan.stages)
+    between = (needed("full") + needed("offload")) / 2
+    answer = plan_with("autohet", with_inputs_moved(between))
+    assert any(stage.recompute == "offload" for stage in answer.plan.stages)
+    assert "inputs of blocks" in answer.choice
+    with pytest.raises(InfeasibleError):
+        plan_with("autohet", with_inputs_moved(between, host_mib=1.0))
+
+
 def test_shared_out_state_takes_its_part_of_host_memory_and_of_the_update() -> None:
     asked = request(1 << 20, nodes=4)
     alone, shared = (plan_of(asked, offload=True, shard=shard) for shard in (False, True))
@@ -140,7 +210,7 @@ def test_too_little_host_memory_is_named_with_its_limit() -> None:
     prediction = asked.cost.predict(plan_of(asked, offload=True))
     assert prediction.fits_devices
     assert not prediction.fits
-    assert "optimizer state of a100-0" in str(prediction.not_offloaded)
+    assert "a100-0 would have to keep" in str(prediction.not_offloaded)
     assert "autohet.io/host-memory-gib" in str(prediction.not_offloaded)
 
 

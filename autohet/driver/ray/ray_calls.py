@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 logger = logging.getLogger("autohet")
 
@@ -44,7 +44,10 @@ class RayCalls:
             try:
                 found.append((node, ray.get(ref, timeout=5)))
             except RayError as error:
-                logger.warning("The agent of %s does not answer: %s", node, describe_death(error))
+                # A death is an event of its own, and what is asked about it may meet it.
+                level = logging.DEBUG if isinstance(error, ActorDiedError) else logging.WARNING
+                why = describe_death(error)
+                logger.log(level, "The agent of %s does not answer: %s", node, why)
         return found
 
 

@@ -20,7 +20,7 @@ from planner.inputs.profile import ProfileTable, read_profile
 from planner.inputs.zones import EC2_ZONES, ZoneTable
 from planner.plans.communicators import COMMUNICATOR_BYTES
 from planner.plans.model_spec import ModelSpec
-from planner.plans.plan import RECOMPUTE_CHOICES, ComputeFormat, Recompute
+from planner.plans.plan import ComputeFormat, Recompute
 
 MAX_EMULATED_MICROBATCH = 64
 
@@ -106,7 +106,7 @@ class PlanningInputs:
         training = self.job.training
         recomputes: tuple[Recompute, ...] = (self._stage_recompute,)
         if training.recompute in ("auto", "if_needed"):
-            recomputes = RECOMPUTE_CHOICES
+            recomputes = ("none", "selective", "full")
         # The state of adapters is small: sharing it out or offloading it would save nothing.
         trains_all = self.job.model.adapter is None
         wishes = {training.recompute, training.optimizer_sharding}
@@ -115,6 +115,7 @@ class PlanningInputs:
             recomputes,
             training.optimizer_sharding != "off" and trains_all,
             offload=training.offload == "if_needed" and trains_all,
+            offload_inputs=training.recompute in ("auto", "if_needed"),
             only_if_needed="if_needed" in wishes,
             # without experts there is no choice, which searches need not look for
             expert_dispatch="sum" if self.spec.experts is None else dispatch,

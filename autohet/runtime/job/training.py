@@ -123,12 +123,14 @@ class TrainingSection:
     """
     router_bias_speed: float = 1e-3
     """Change of a router's correction bias in a step, with router_balance: bias."""
-    recompute: Literal["none", "selective", "full", "auto", "if_needed"] = "auto"
+    recompute: Literal["none", "selective", "full", "offload", "auto", "if_needed"] = "auto"
     """Recomputation of a block's activations in the backward pass.
 
     none: all are kept; selective: all but matrix products and fused attention are recomputed; full:
-    all are recomputed from the block's input. auto: the planner chooses for each stage, where it is
-    clearly faster or nothing fits without; if_needed: only if nothing fits without.
+    all are recomputed from the block's input; offload: the same, and inputs lie in host memory
+    between the passes, to which they are copied beside them. auto: the planner chooses for each
+    stage, where it is clearly faster or nothing fits without, offload only if nothing else fits and
+    never on the CPU; if_needed: all only if nothing fits without.
     """
     optimizer_sharding: Literal["off", "auto", "if_needed"] = "auto"
     """Sharding of masters and moments over the holders of a layer (ZeRO-1).

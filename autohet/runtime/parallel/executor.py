@@ -219,6 +219,24 @@ class Executor:
         departures.finish()
 
 
+class _Arrival(torch.autograd.Function):
+    """Beginning of a stage's graph, which does not keep the hidden states that have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, given: Tensor, found: list[Tensor]) -> Tensor:
+        """Return the hidden states; backward adds their gradient to `found`.
+
+        anchor: wants a gradient, so that the result does.
+        """
+        ctx.found = found
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.found.append(gradient)
+        return None, None, None
+
+
 class _Step:
     """Passes of one step on one stage: microbatches in flight, messages over the borders, and sums.
 
@@ -245,9 +263,9 @@ class _Step:
         self._activations_out = borders.activation_sends()
         self._gradients_in = borders.gradient_receives()
         self._gradients_out = borders.gradient_sends()
-        self._in_flight: dict[int, tuple[Tensor, Tensor | GradientEdge]] = {}
-        """Input of each microbatch, and the root of its backward pass: the loss or, before the last
-        stage, the edge of the output's graph.
+        self._in_flight: dict[int, tuple[list[Tensor], Tensor | GradientEdge]] = {}
+        """Place for each microbatch's gradient of its input, and the root of its backward pass: the
+        loss or, before the last stage, the edge of the output's graph.
 
         The edge alone is kept, so that a sent output need not stay in memory until its gradient
         arrives.
@@ -263,7 +281,7 @@ class _Step:
         """Receive a microbatch's input, run its forward pass and start to send the output."""
         given = None
         if not self._place.is_first:
-            given = self._activations_in.take(m).to(self._dtype).requires_grad_()
+            given = self._activations_in.take(m).to(self._dtype)
         output = self._run_forward(m, given)
         if output is not None:
             self._activations_out.start(m, output.contiguous())
@@ -274,17 +292,21 @@ class _Step:
             tokens, targets = NO_BATCH
             if self._place.is_first or self._place.is_last:
                 tokens, targets = self._batch(m)
-            x = tokens if given is None else given
+            gradients = list[Tensor]()
+            anchor = torch.empty(0, requires_grad=True)
+            x = tokens
+            if given is not None:
+                x = _Arrival.apply(anchor, given, gradients)  # type: ignore[no-untyped-call]
             isolated = () if self._begins is None else (self._begins(m),)
             if self._place.is_last:
                 loss = self._executor.loss_of(m, x, (tokens, targets), isolated)
-                self._in_flight[m] = (x, loss)
+                self._in_flight[m] = (gradients, loss)
                 self.loss += loss.detach()
                 # no .item(): on CUDA the host must not wait here
                 self.num_targets += (targets >= 0).sum()
                 return None
             out = self._executor.stage(x, *isolated)
-            self._in_flight[m] = (x, get_gradient_edge(out))
+            self._in_flight[m] = (gradients, get_gradient_edge(out))
             return out.detach()
 
     def backward(self, m: int) -> None:
@@ -306,11 +328,11 @@ class _Step:
             if m == self._place.deal.count - 1:
                 self._before_last_backward()
             # Autograd frees what it has used, as long as nothing else refers to it.
-            given, root = self._in_flight.pop(m)
+            gradients, root = self._in_flight.pop(m)
             if self._scaled is not None:
                 gradient = self._scaled_gradient(root, gradient)
             torch.autograd.backward(root, gradient)
-            found = None if self._place.is_first else given.grad
+            found = None if self._place.is_first else gradients.pop()
             if self._scaled is not None:
                 if found is not None:
                     found = self._scaled.unscale(found)

@@ -39,22 +39,25 @@ class MemoryChoices:
 
     recompute: recomputation of a stage's blocks, fastest first; shard_optimizer: holders of a layer
     may share out its optimizer state; only_if_needed: plans may do either only if nothing fits
-    without it, otherwise also if it is clearly faster. offload: masters and moments may be in host
-    memory, if nothing else fits. expert_dispatch: way in which tokens reach experts; auto: the
-    faster one of each stage, if it fits.
+    without it, otherwise also if it is clearly faster. offload and offload_inputs: masters and
+    moments, or inputs of blocks, may be in host memory, if nothing else fits. expert_dispatch: way
+    in which tokens reach experts; auto: the faster one of each stage, if it fits.
     """
 
     recompute: tuple[Recompute, ...] = ("none",)
     shard_optimizer: bool = False
     only_if_needed: bool = False
     offload: bool = False
+    offload_inputs: bool = False
     expert_dispatch: Literal["auto", "sum", "all_to_all"] = "sum"
 
     @property
     def remedy(self) -> str:
-        """Recomputation that is not in use yet, as part of a sentence; empty if all is."""
-        if "full" in self.recompute:
+        """Way to keep fewer activations that is not in use yet, as part of a sentence, or empty."""
+        if "offload" in self.recompute or self.offload_inputs:
             return ""
+        if "full" in self.recompute:
+            return "inputs of blocks in host memory (training.recompute: offload)"
         if "selective" in self.recompute:
             return "full recomputation (training.recompute: full)"
         return "recomputation (training.recompute)"

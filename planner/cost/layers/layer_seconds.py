@@ -13,6 +13,7 @@ from planner.cost.layers.even_layers import EvenLayerTimes, LayerTimes, own_s
 from planner.cost.layers.experts import USUAL_LOAD_SPREAD, imbalance
 from planner.cost.layers.measured_layers import MeasuredLayers
 from planner.cost.layers.roofline import dequantized_bytes
+from planner.cost.memory.offload import host_link_bytes_per_s
 from planner.cost.memory.training_bytes import VALUE_BYTES, recomputed_values
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
@@ -110,16 +111,26 @@ class LayerTimeModel:
         whole = model._single_pass(rank, "none")
         backward_s = whole.backward_s.copy()
         backward_s[1:-1] += self._again_s(rank, whole.forward_s[1:-1], recompute)
-        return replace(whole, backward_s=backward_s)
+        if recompute != "offload":
+            return replace(whole, backward_s=backward_s)
+
+        # copies to and from host memory run beside the passes
+        tokens = rank.microbatch * self.measured.sequence_length
+        input_bytes = tokens * self._spec.hidden_size * VALUE_BYTES[self.measured.dtype]
+        copy_s = input_bytes / host_link_bytes_per_s(rank.gpu_type, self._parameters)
+        forward_s = whole.forward_s.copy()
+        for seconds in (forward_s, backward_s):
+            seconds[1:-1] = np.maximum(seconds[1:-1], copy_s)
+        return replace(whole, forward_s=forward_s, backward_s=backward_s)
 
     def _again_s(self, rank: _Rank, forward_s: Floats, recompute: Recompute) -> Floats:
         """Return seconds that each block takes to recompute.
 
-        `full`: its forward pass. `selective`, which keeps products: the memory traffic of the rest,
-        each scalar written once and read twice, and of weights in four bits; or a fixed share of
-        the forward if the device's bandwidth is unknown.
+        `full` and `offload`: its forward pass. `selective`, which keeps products: the memory
+        traffic of the rest, each scalar written once and read twice, and of weights in four bits;
+        or a fixed share of the forward if the device's bandwidth is unknown.
         """
-        if recompute == "full":
+        if recompute != "selective":
             return forward_s
         device = find_gpu_type(rank.gpu_type)
         if device is None:

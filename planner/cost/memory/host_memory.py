@@ -285,14 +285,14 @@ def why_not_staged(
 
 
 def why_not_offloaded(kind: NodeType, node: str, num_bytes: float) -> str | None:
-    """Explain why a node has no room for a plan's masters and moments; None if it has room.
+    """Explain why a node has no room for what a plan keeps there; None if it has room.
 
     None also if the size of the node's host memory is unknown.
     """
     if kind.host_memory_bytes is None or num_bytes <= USABLE * kind.host_memory_bytes:
         return None
     return (
-        f"optimizer state of {node} would take {_gib(num_bytes)} of its host memory, of which"
+        f"{node} would have to keep {_gib(num_bytes)} in its host memory, of which"
         f" {_gib(USABLE * kind.host_memory_bytes)} of {_gib(kind.host_memory_bytes)} can be used"
         " (label autohet.io/host-memory-gib)"
     )

@@ -25,14 +25,19 @@ NODE_BYTES_PER_S = 300e9
 """Memory traffic of all cores of a node at most: an estimate for two sockets, not measured."""
 
 
+def host_link_bytes_per_s(gpu_type: str, parameters: CostParameters) -> float:
+    """Return the bytes a second of one direction between one GPU and pinned host memory."""
+    device = find_gpu_type(gpu_type)
+    known = None if device is None else device.host_link_bytes_per_s
+    return known or parameters.host_link_bytes_per_s
+
+
 def offloaded_update_s(kind: NodeType, value_bytes: int, parameters: CostParameters) -> float:
     """Return the seconds of one parameter on one GPU of this node type.
 
     value_bytes: of a weight that is computed with.
     """
-    device = find_gpu_type(kind.gpu_type)
-    known = None if device is None else device.host_link_bytes_per_s
-    link = known or parameters.host_link_bytes_per_s
+    link = host_link_bytes_per_s(kind.gpu_type, parameters)
     if kind.num_gpus > 1:
         # At most what a GPU reaches its neighbours with: on machines without NVLink that is PCIe.
         link = min(link, kind.intra_node_bytes_per_s * parameters.efficiency_intra)

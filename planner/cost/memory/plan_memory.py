@@ -99,16 +99,33 @@ class PlanMemory:
         return found
 
     def offloaded_by_node(self, plan: Plan) -> dict[str, float]:
-        """Return the bytes of masters and moments that a plan keeps in each node's host memory."""
+        """Return the bytes that the workers of a plan keep in each node's host memory.
+
+        They are masters and moments, and inputs of blocks.
+        """
         found = dict[str, float]()
-        if plan.offloads or self.parameters.offload_optimizer:
-            for worker, rank in self._ranks(plan):
-                node = node_of(worker)
-                found[node] = found.get(node, 0.0) + rank.host_bytes
+        if not self._uses_host_memory(plan):
+            return found
+        sharing = sharing_of(plan)
+        for pipeline in plan.pipelines:
+            terms = self._stages.every_terms(pipeline, sharing)
+            for i, stage in enumerate(pipeline.stages):
+                in_flight = pipeline.in_flight(i)
+                for worker, rank in zip(stage.workers, terms[i].ranks, strict=True):
+                    node = node_of(worker)
+                    num_bytes = rank.host_bytes + in_flight * rank.moved_bytes
+                    found[node] = found.get(node, 0.0) + num_bytes
         return found
 
+    def _uses_host_memory(self, plan: Plan) -> bool:
+        if plan.offloads or self.parameters.offload_optimizer:
+            return True
+        return any(
+            (stage.recompute or self._stages.recompute) == "offload" for stage in plan.stages
+        )
+
     def not_offloaded(self, plan: Plan) -> str | None:
-        """Explain why a node's host memory does not hold the plan's state; None if each does.
+        """Explain why a node's host memory does not hold the plan's part; None if each does.
 
         None also if the size of the memory is unknown.
         """

@@ -17,7 +17,7 @@ class RankBytes:
     held_bytes: held all step long. activation_bytes: for each microbatch in flight. free_bytes:
     free beside what it holds all step long. state_bytes: masters and moments, which outlive a plan.
     room_bytes: room for what a plan puts there. host_bytes: masters and moments in host
-    memory.
+    memory. moved_bytes: inputs of blocks there, for each microbatch in flight.
     """
 
     held_bytes: float
@@ -26,6 +26,7 @@ class RankBytes:
     state_bytes: float
     room_bytes: float
     host_bytes: float = 0.0
+    moved_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,10 +212,14 @@ def _activations(
     whole = stored_bytes("none")
     kept = stored_bytes(recompute)
     peak = np.array([backward_bytes(layer, on_rank, by_modules) for layer in layers])
+    input_bytes = on_rank.tokens * spec.hidden_size * on_rank.value_bytes
     if recompute == "full":
         # a block keeps its input, unless it would keep less than that anyway
-        input_bytes = on_rank.tokens * spec.hidden_size * on_rank.value_bytes
         kept[1:-1] = np.minimum(whole[1:-1], input_bytes)
+    elif recompute == "offload":
+        kept[1:-1] = 0.0
+        # inputs on the way: of the block that runs, and of the one that is next
+        peak[1:-1] += 2 * input_bytes
     return kept, peak + whole - kept
 
 
@@ -242,7 +246,7 @@ def activation_bytes(
     """Return bytes that one microbatch leaves for the backward of a layer.
 
     by_modules: as the runtime's modules keep them, if they are known, with a fused attention.
-    `full` gives the same as `none`: the caller knows the layer's input.
+    `full` and `offload` give the same as `none`: the caller knows the layer's input.
     """
     known = layer.autograd if by_modules else None
     if known is None:
@@ -370,6 +374,8 @@ def with_cut_sequence(
         saved_of_kept = saved
         if recompute == "full":
             saved_of_kept = spec.hidden_size * share
+        elif recompute == "offload":
+            saved_of_kept = 0.0
         saved_of_peak = saved - saved_of_kept
         kept[index] = max(0.0, kept[index] - saved_of_kept)
         peak[index] = max(0.0, peak[index] - saved_of_peak)

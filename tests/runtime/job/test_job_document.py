@@ -520,7 +520,7 @@ def test_other_libraries_names_lead_to_the_keys_here() -> None:
     ("section", "keys", "choices"),
     [
         ("training", {"schedule": "cosine_with_restarts"}, "cosine, linear, constant, wsd"),
-        ("training", {"recompute": True}, "none, selective, full, auto, if_needed"),
+        ("training", {"recompute": True}, "none, selective, full, offload, auto, if_needed"),
         ("training", {"precision": "bfloat16"}, "fp32, bf16, fp16"),
         ("training", {"compile_blocks": "max"}, "true, false, auto"),
         ("data", {"packing": True}, "concat, best_fit"),

@@ -23,7 +23,7 @@ FAMILIES += ("deepseek_v3", "deepseek_v3-plain", "gpt_oss", "mixtral", "olmoe", 
 TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2, "fp16": 5e-3}
 
 
-def losses_of(name: str, precision: str, device: str) -> list[float]:
+def losses_of(name: str, precision: str, device: str, recompute: str = "none") -> list[float]:
     """Losses of the first steps, with the dropout that the model's config has."""
     job = Job.from_document(
         {
@@ -34,6 +34,7 @@ def losses_of(name: str, precision: str, device: str) -> list[float]:
                 "precision": precision,
                 "learning_rate": 1e-3,
                 "device": device,
+                "recompute": recompute,
             },
             "parallelism": {"microbatch_sequences": 2},
         }
@@ -49,3 +50,8 @@ def test_a_family_trains_as_on_the_cpu(name: str, precision: str) -> None:
     expected = losses_of(name, "fp32", "cpu")
     found = losses_of(name, precision, "cuda")
     assert found == pytest.approx(expected, rel=TOLERANCE[precision])
+
+
+def test_inputs_that_wait_in_host_memory_change_no_bit() -> None:
+    plain, moved = (losses_of("llama-grouped", "fp32", "cuda", way) for way in ("full", "offload"))
+    assert moved == plain

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autohet.runtime.models.layers.moved_inputs import MovedInputs
 from autohet.runtime.models.layers.recomputation import run_block
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.thread_group import ThreadGroup, run_ranks
@@ -180,6 +181,6 @@ def test_a_kept_product_that_a_module_changes_is_an_error() -> None:
             return super().forward(x).clamp_(-0.1, 0.1)
 
     hidden = torch.randn(2, 3, 4, requires_grad=True)
-    out = run_block(Clamped(4, 4), hidden, {}, "selective")
+    out = run_block(Clamped(4, 4), hidden, {}, "selective", MovedInputs())
     with pytest.raises(RuntimeError, match="mutated"):
         out.sum().backward()

@@ -27,7 +27,7 @@ def test_every_cut_of_every_family_equals_the_library(name):
     logits, loss, gradients = judge(config, parameters)
     for cut, recompute in (
         ([3], "none"),
-        ([3], "full"),
+        ([3], "offload"),
         ([1, 2], "selective"),
         ([1, 1, 1], "full"),
     ):

@@ -4,6 +4,7 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 
 * `none`: all values that autograd saves.
 * `full`: the block's input alone; the whole forward pass runs again, with its tensor-parallel sums.
+* `offload`: as `full`, and the input lies in host memory between the passes (`moved_inputs`).
 * `selective`: the block's input, and the outputs of its matrix products and of the fused attention,
   which take nearly all of its FLOPs. Norms, rotary embeddings, activations, residual sums and the
   operations of an unfused attention on its S x S scores are cheap, and run again. The choice is by
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from autohet.runtime.models.layers.moved_inputs import MovedInputs
 from planner.plans.plan import Recompute
 
 KEPT = frozenset(
@@ -103,9 +105,16 @@ def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any
 
 
 def run_block(
-    block: Callable[..., Any], hidden: Tensor, arguments: dict[str, Any], recompute: Recompute
+    block: Callable[..., Any],
+    hidden: Tensor,
+    arguments: dict[str, Any],
+    recompute: Recompute,
+    inputs: MovedInputs,
 ) -> Any:
-    """Run a block, keeping the values that `recompute` selects between forward and backward."""
+    """Run a block, keeping the values that `recompute` selects between forward and backward.
+
+    inputs: of the stage, for `offload`.
+    """
     if recompute == "none" or not torch.is_grad_enabled():
         return block(hidden, **arguments)
     again = functools.partial(
@@ -113,4 +122,7 @@ def run_block(
     )
     if recompute == "full":
         return again()
+    if recompute == "offload":
+        with inputs.moving():
+            return again()
     return again(context_fn=_contexts)

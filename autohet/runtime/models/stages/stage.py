@@ -24,6 +24,7 @@ from autohet.runtime.models.layers.linear_loss import (
     linear_cross_entropy_sum,
 )
 from autohet.runtime.models.layers.loss_terms import PLAIN, AnswerLosses, LossTerms
+from autohet.runtime.models.layers.moved_inputs import MovedInputs
 from autohet.runtime.models.layers.pieces import answer_lengths, positions_of
 from autohet.runtime.models.layers.recomputation import run_block, usable_recompute
 from autohet.runtime.models.layers.tensor_parallel import (
@@ -73,6 +74,7 @@ class StageModel(nn.Module):
         config = spec.config
         self.spec = spec
         self.recompute = usable_recompute(family.changes_products(config), recompute)
+        self._moved_inputs = MovedInputs()
         self.loss_terms = PLAIN
         self.logit_adjustment = family.logit_adjustment(config)
         self.paths: dict[str, str] = {}
@@ -204,6 +206,7 @@ class StageModel(nn.Module):
             tables = self.inputs.of_shape(hidden, length)
         else:
             tables = self.inputs.of_pieces(hidden, begins)
+        self._moved_inputs.begin()
         for index, block in enumerate(self.blocks):
             arguments = self.inputs.arguments(index, tables, isolated=begins is not None)
             hidden = self._run(block, hidden, arguments, keys)
@@ -214,7 +217,9 @@ class StageModel(nn.Module):
     ) -> Tensor:
         recompute = self.recompute if torch.is_grad_enabled() else "none"
         run = self.dropout.with_keys(block, keys)
-        out: Tensor | tuple[Any, ...] = run_block(run, hidden, arguments, recompute)
+        out: Tensor | tuple[Any, ...] = run_block(
+            run, hidden, arguments, recompute, self._moved_inputs
+        )
         if isinstance(out, Tensor):
             return out
         others = [type(each).__name__ for each in out[1:] if each is not None]
