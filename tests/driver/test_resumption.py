@@ -289,6 +289,18 @@ def test_every_key_of_training_and_data_is_in_the_identity() -> None:
     assert {"training.eps", "training.seed", "data.source"} & free == set()
 
 
+def test_each_form_of_a_source_has_an_identity_of_its_own() -> None:
+    """Wrong: entries with weights, splits or subsets, that no scalar of a checkpoint can be."""
+    forms: list[Any] = ["a", ["a", "b"], {"path": "a"}, {"path": "hf://a", "split": "test"}]
+    forms += [[{"path": "a", "weight": 1}, {"path": "b", "weight": each}] for each in (1, 2)]
+    found = []
+    for source in forms:
+        job = Job.from_document(fake_job().to_document() | {"data": {"source": source}})
+        found.append(job.identity()["data.source"])
+    assert all(isinstance(each, str) for each in found)
+    assert len(set(found)) == len(forms)
+
+
 def test_pretrained_weights_of_the_same_shapes_are_told_apart(tmp_path: Path) -> None:
     names = ("one", "copy", "other")
     one, copy, other = (tmp_path / name for name in names)

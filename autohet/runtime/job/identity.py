@@ -219,7 +219,7 @@ def check_changes(
 def _scalar(value: Any) -> Value:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return json.dumps(value, sort_keys=True)
+    return json.dumps(value, sort_keys=True, default=dataclasses.asdict)
 
 
 def _listed(value: Any) -> Any:
