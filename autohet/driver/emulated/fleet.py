@@ -8,8 +8,10 @@ dies here takes its host memory and its disk directory with it.
 import functools
 import logging
 import os
+import re
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +39,12 @@ HEALTH_CHECKS = {
     "RAY_health_check_failure_threshold": "3",
 }
 OBJECT_STORE_BYTES = 80 << 20
+AGENT_PORTS = (
+    "dashboard_agent_listen_port",
+    "metrics_agent_port",
+    "metrics_export_port",
+    "runtime_env_agent_port",
+)
 START_S = 300.0
 """Seconds for a raylet to register; Ray's own limit of 30 s is too short for a busy machine."""
 
@@ -65,6 +73,7 @@ class EmulatedFleet:
     cluster: LocalCluster | None = None
     _counts: dict[str, int] = field(default_factory=dict)
     _threads: list[threading.Thread] = field(default_factory=list)
+    _reserved: list[socket.socket] = field(default_factory=list)
 
     def start(self, counts: Mapping[str, int] | None = None) -> str:
         """Start the head and `counts` nodes of each type (default: min_workers).
@@ -77,6 +86,7 @@ class EmulatedFleet:
             "object_store_memory": OBJECT_STORE_BYTES,
             "include_dashboard": False,
             "session_name": private_session(),
+            **self._reserve_ports(),
             **self.head_arguments,
         }
         with _environment(HEALTH_CHECKS), _as_machines(), _without_address_file():
@@ -129,9 +139,26 @@ class EmulatedFleet:
                 num_gpus=resources.get("GPU", 1),
                 labels=labels,
                 object_store_memory=OBJECT_STORE_BYTES,
+                **self._reserve_ports(),
             )
         self.nodes[name] = EmulatedNode(name, node_type, ray_node)
         return self.nodes[name]
+
+    def _reserve_ports(self) -> dict[str, int]:
+        """Return free ports for the agents of a node, which nobody else is given until `close`.
+
+        A raylet that gives its agents no ports waits for them to name theirs, and aborts after 15 s
+        (Ray 2.60, ray issue 65983): too short for a busy machine.
+        """
+        found = {}
+        for name in AGENT_PORTS:
+            reserved = socket.socket()
+            reserved.bind(("", 0))
+            # Agents set this too, and so can listen at a port that is bound here.
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._reserved.append(reserved)
+            found[name] = reserved.getsockname()[1]
+        return found
 
     def kill(self, name: str, *, wait: bool = True) -> None:
         """Kill the machine at once, with its host memory and its disk.
@@ -192,6 +219,8 @@ class EmulatedFleet:
         for name in self.nodes:
             self._erase(name)
         self.nodes.clear()
+        while self._reserved:
+            self._reserved.pop().close()
 
 
 def _signal(process_id: int, number: signal.Signals) -> None:
@@ -219,12 +248,23 @@ def _as_machines() -> Iterator[None]:
     """
     module: Any = services
     before = (module.ConsolePopen, module.get_node)
-    module.ConsolePopen = functools.partial(module.ConsolePopen, process_group=0)
+    module.ConsolePopen = functools.partial(_start_process, module.ConsolePopen)
     module.get_node = functools.partial(_await_node, module.get_node)
     try:
         yield
     finally:
         module.ConsolePopen, module.get_node = before
+
+
+def _start_process(popen: Callable[..., Any], command: list[str], **options: Any) -> Any:
+    """Start one of Ray's processes in a group of its own.
+
+    A raylet is told the port that its agent listens at, which Ray's own call leaves out.
+    """
+    listen = re.search(r"--listen-port=([1-9]\d*)", " ".join(command))
+    if listen:
+        command = [*command, f"--dashboard_agent_listen_port={listen[1]}"]
+    return popen(command, process_group=0, **options)
 
 
 def _await_node(get_node: Callable[..., Any], *arguments: Any) -> Any:
