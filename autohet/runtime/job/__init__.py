@@ -106,6 +106,15 @@ class Job:
                 f"training.{key} is {value}, which the programs of parallelism.spmd do not have;"
                 " leave one out",
             )
+        for key, is_given in (
+            ("parallelism.spmd", self.parallelism.spmd),
+            ("model.adapter", self.model.adapter is not None),
+        ):
+            require(
+                self.training.optimizer == "adamw" or not is_given,
+                f"training.optimizer is {self.training.optimizer}, which does not train what {key}"
+                " asks for; leave one out",
+            )
         self._check_evaluation()
         self._check_preference()
         self._check_formats()
