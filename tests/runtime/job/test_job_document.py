@@ -194,7 +194,11 @@ def test_round_trip_and_pickle() -> None:
         (muon(muon_momentum=1), ["training.muon_momentum is 1", "[0, 1)"]),
         (minimal(training={**BATCH, "muon_adjust": "original"}), ["training.optimizer: muon"]),
         (minimal(training={**BATCH, "optimizer": "adamw_torch"}), ["adamw_torch is adamw here"]),
-        ({**muon(), "parallelism": {"spmd": True}}, ["does not train what parallelism.spmd asks"]),
+        ({**muon(), "parallelism": {"spmd": True}}, ["parallelism.spmd does not allow"]),
+        (
+            {**muon(), "parallelism": {"redundancy": 2}},
+            ["one owner each", "parallelism.redundancy"],
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_its_remedy(document: dict[str, Any], words: list[str]) -> None:
