@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 ITERATIONS = 5
 """Iterations of an update, as in `torch.optim.Muon`."""
-
-
 MUON_STATE_BYTES = 8
 """Bytes of master and momentum of a scalar."""
 WORKSPACE_BYTES = 14

@@ -95,11 +95,15 @@ class _Matrices:
     def update(
         self, state: Mapping[str, Tensor], flats: Mapping[int, Tensor], rule: UpdateRule
     ) -> None:
-        """Update masters and momenta in place."""
+        """Update masters and momenta in place; a gradient in one piece is scaled there."""
         master, momentum = (state[state_name(kind, self.parameter)] for kind in MUON_KINDS)
-        gradient = torch.empty_like(master)
-        for part in self.parts:
-            part.copy_gradient(flats, gradient)
+        first = self.parts[0]
+        if first.piece.shape == master.shape:
+            gradient = first.piece.view_in(flats[first.buffer])
+        else:
+            gradient = torch.empty_like(master)
+            for part in self.parts:
+                part.copy_gradient(flats, gradient)
         gradient.mul_(rule.factor)
         own_rule = replace(rule, decays=self.decays)
         own_rule.orthogonalize(*map(_matrices_of, (master, gradient, momentum)))
