@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     from autohet.runtime.models.config import load_config
     from autohet.runtime.models.proof import TOLERANCE, prove_model
 
-    proof = prove_model(load_config(job.model))
+    proof = prove_model(load_config(job.model, job.training))
     if arguments.json:
         print(json.dumps(proof.to_document()))
         return 0 if proof.passed else 1

@@ -186,7 +186,7 @@ def reference_losses(job: Job, steps: int) -> list[float]:
     """
     # As in each emulated worker, since more threads add numbers up in another order.
     torch.set_num_threads(1)
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
     names = list(family_of(config).parameter_specs(config))
     first = first_weights(job.model, config, names, job.training.seed)

@@ -92,7 +92,7 @@ class Worker:
             expected_gpu = place.gpu_type
         self.device = choose_device(job.training.device, compute, expected_gpu)
         check_products(self.device, COMPUTE_DTYPES[compute])
-        self.config = load_config(job.model)
+        self.config = load_config(job.model, job.training)
         dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
         dataset.check(
             vocab_size=int(self.config.vocab_size),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from autohet.control.planning.proposals import PlanProposal
 from autohet.simulate.costs import Costs
 from autohet.simulate.remembered_planning import RememberedPlanning, rename_nodes
-from planner.answers.replan import MigrationCost
+from planner.cost.memory.training_bytes import optimizer_bytes_each
 from planner.cost.prediction import Prediction
 from planner.errors import ConfigError
 from planner.inputs.fleet import Fleet, Node, NodeType, node_of
@@ -52,8 +52,7 @@ def make_setup(
     costs: Costs,
     searched_s: float,
 ) -> Setup:
-    # fp32 weights and AdamW's two moments
-    each = MigrationCost().state_bytes_per_parameter
+    each = optimizer_bytes_each(spec)
     by_worker: dict[str, float] = {}
     for pipeline in plan.pipelines:
         for stage, names in stages_with_layers(pipeline):

@@ -198,7 +198,9 @@ class TraceSimulation:
             scenario.cluster.zones,
             gpus_needed=elastic.min_workers,
             patience_s=elastic.region_patience_s,
-            checkpoint_bytes=CoarseLayouts(load_config(self.job.model)).num_bytes,
+            checkpoint_bytes=CoarseLayouts(
+                load_config(self.job.model, self.job.training)
+            ).num_bytes,
             end_s=scenario.end_s,
         )
         stays, moves = walk.stays()
@@ -277,7 +279,7 @@ class TraceSimulation:
         )
         holder.append(workforce)
 
-        config = load_config(job.model)
+        config = load_config(job.model, job.training)
         layouts = CoarseLayouts(config)
         orders = OrderBuilder(job, layouts, zones=scenario.cluster.zones)
         controller = Controller(job, workforce, planning, orders, EventLog(None))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.answers.repair import recut, repair
+from planner.cost.memory.training_bytes import optimizer_bytes_each
 from planner.cost.prediction import Prediction
 from planner.errors import ConfigError, InfeasibleError
 from planner.inputs.fleet import NodeType
@@ -61,12 +62,10 @@ class MigrationCost:
     """Cost of moving to another plan.
 
     fixed_s: seconds to stop, rebuild groups and start.
-    state_bytes_per_parameter: by default fp32 master and two moments of AdamW.
     horizon_s: seconds in which the move must earn its cost.
     """
 
     fixed_s: float = 5.0
-    state_bytes_per_parameter: float = 12.0
     horizon_s: float = 3600.0
 
 
@@ -385,6 +384,7 @@ def migration_s(plan: Plan, request: Request, held: Holders, migration: Migratio
 
     The workers of a node fetch one after the other at the rate of its link.
     """
+    each_bytes = optimizer_bytes_each(request.spec)
     seconds_by_node: dict[str, float] = {}
     for pipeline in plan.pipelines:
         for stage, layers in stages_with_layers(pipeline):
@@ -392,7 +392,7 @@ def migration_s(plan: Plan, request: Request, held: Holders, migration: Migratio
                 wanted = stage.share(rank).units(FINEST_TP_DEGREE)
                 has = held.get(worker, frozenset())
                 missing = _missing_parameters(request.spec, layers, wanted, has)
-                num_bytes = missing * migration.state_bytes_per_parameter
+                num_bytes = missing * each_bytes
                 node = request.fleet.node_of(worker)
                 rate = node.node_type.inter_node_bytes_per_s
                 before = seconds_by_node.get(node.name, 0.0)

@@ -39,12 +39,17 @@ class StageChoices:
         """
         if self.basis.parameters.offload_optimizer:
             plan = plan.with_offloading()
+        owns_matrices = self.basis.workload.spec.uses_muon and len(plan.pipelines) > 1
+        if owns_matrices:
+            # Muon's matrices have one owner each, so their state is shared out.
+            plan = plan.map_stages(lambda stage: replace(stage, shard_optimizer=True))
         # shares depend on formats, and what fits in memory on both
         plan = self.with_formats(plan)
         plan = self.memory.with_shares(plan)
         choices = self.assumed.choices
         if choices:
-            plan = self.memory.with_choices(plan, choices, self.assumed.holders > 1)
+            shard = owns_matrices or self.assumed.holders > 1
+            plan = self.memory.with_choices(plan, choices, shard)
         plan = self.with_dispatch(plan)
         if self.basis.parameters.transfers != "none":
             return plan

@@ -19,9 +19,16 @@ from planner.cost.links.traffic import Links
 from planner.cost.memory.full_shard import gathered_scalars
 from planner.cost.memory.offload import offloaded_update_s
 from planner.cost.memory.stage_terms import NOT_SHARED, RankBytes, Sharing, StageTerms, traits_of
-from planner.cost.memory.training_bytes import OPTIMIZER_BYTES, VALUE_BYTES, MemoryTerms
+from planner.cost.memory.training_bytes import (
+    FLAT_BYTES,
+    OPTIMIZER_BYTES,
+    VALUE_BYTES,
+    MemoryTerms,
+)
 from planner.cost.memory.worker_memory import MemoryUse, WorkerMemory
 from planner.inputs.fleet import Member, NodeType
+from planner.plans.model_spec import ModelSpec
+from planner.plans.muon import MUON_STATE_BYTES, Matrices
 from planner.plans.plan import Pipeline, Plan, Recompute, Stage, TensorShare
 from planner.plans.redundancy import layers_of
 
@@ -65,6 +72,11 @@ class _PlacedStage:
         if self.index == len(self.pipeline.stages) - 1:
             entries.append(-1)
         return np.array(entries, dtype=np.int64)
+
+    def matrices(self, spec: ModelSpec) -> list[Matrices]:
+        """Return the matrices of each block that Muon updates."""
+        found = [spec.layers[entry].matrices for entry in self.entries]
+        return [each for each in found if each]
 
     @cached_property
     def is_shared(self) -> Bools:
@@ -264,6 +276,14 @@ class StageCosts:
             notes[ESTIMATED_DISPATCH] = None
 
         update_s = max(seconds)
+        matrices = placed.matrices(self.spec)
+        if stage.tp_degree > 1 and matrices:
+            # Gradients go to the owner of each matrix, weights come from it: each rank sends as
+            # much as in an all-reduce of half of its part.
+            width = FLAT_BYTES + VALUE_BYTES[self.formats.of(stage)]
+            owned = sum(each.parameters for each in matrices) / placed.sharing.holders
+            members = sorted(self.fleet.members_of(stage.workers), key=lambda member: member[0])
+            update_s += self.links.all_reduce_s(members, owned * width / stage.tp_degree / 2)
         ranks = self._bytes_by_rank(placed)
         if ranks[0].host_bytes:
             update_s = self._offloaded_s(stage, ranks)
@@ -322,6 +342,11 @@ class StageCosts:
             once = 1.0 - self.spec.tied_share(tp_degree)
             state[0] *= once
             kept[0] *= once
+
+        if matrices := placed.matrices(self.spec):
+            # Matrices stay whole, so that the fullest owner may have almost one more.
+            others = 1.0 - 1.0 / (holders * stage.tp_degree)
+            fixed += MUON_STATE_BYTES * max(each.largest for each in matrices) * others
 
         # layers run one after the other, so that the largest peak alone counts
         largest_peak = memory.peak_bytes[entries].max()

@@ -5,6 +5,7 @@ no torch.
 import math
 from dataclasses import dataclass, replace
 
+from planner.plans.muon import Matrices
 from planner.plans.plan import FINEST_TP_DEGREE, TensorShare
 
 EXPLICIT_SCORES = 1 << 23
@@ -135,6 +136,7 @@ class LayerSpec:
     trained model.
     experts: routed experts; None: the layer is dense.
     quantized: those of the frozen parameters that are held in four bits; None: none.
+    matrices: those of the parameters that Muon updates; None: AdamW updates all.
     """
 
     parameters: int
@@ -157,6 +159,7 @@ class LayerSpec:
     quantized: Quantized | None = None
     window: int = 0
     score_share: float = 1.0
+    matrices: Matrices | None = None
 
     @property
     def has_experts(self) -> bool:
@@ -310,6 +313,11 @@ class ModelSpec:
             if block.experts:
                 return block.experts
         return None
+
+    @property
+    def uses_muon(self) -> bool:
+        """True if Muon updates the matrices of blocks."""
+        return any(block.matrices for block in self.blocks)
 
     def at_length(self, sequence_length: int) -> "ModelSpec":
         """Return the spec without windows that hold sequences of this length."""

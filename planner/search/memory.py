@@ -249,8 +249,10 @@ def cost_like(cost: CostModel, plan: Plan) -> CostModel:
 def fewest_shared(cost: CostModel, plan: Plan) -> Plan:
     """Return the plan with optimizer state shared out only by stages that do not fit without it.
 
-    The plan itself is returned if that is slower by more than MIN_SPEEDUP.
+    The plan itself is returned if that is slower by more than MIN_SPEEDUP, or if it uses Muon.
     """
+    if cost.spec.uses_muon:
+        return plan
     over_full = set(cost.over_full(_share_only(plan, set())))
     fewer = _share_only(plan, over_full)
     before = cost.predict(plan)

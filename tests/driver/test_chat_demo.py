@@ -32,7 +32,7 @@ def test_its_data_are_conversations_with_targets_and_held_out_ones(job: Job) -> 
     assert trained.num_documents > 5 * held_out.num_documents > 100
     assert 0 < (trained.num_targets or 0) < trained.num_rows * length
     assert trained.isolated
-    assert trained.max_token < load_config(job.model).vocab_size
+    assert trained.max_token < load_config(job.model, job.training).vocab_size
 
 
 def test_its_reference_learns_with_the_rows_of_the_run(job: Job) -> None:

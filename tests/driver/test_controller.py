@@ -36,7 +36,7 @@ def make(steps=40, min_workers=1, nodes=4, workforce=None, **elastic):
         job,
         workforce,
         make_planning(job),
-        OrderBuilder(job, layout_builder(load_config(job.model))),
+        OrderBuilder(job, layout_builder(load_config(job.model, job.training))),
         EventLog(None),
     )
     return controller, workforce

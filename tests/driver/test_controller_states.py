@@ -64,7 +64,7 @@ def inputs_of(min_pipelines: int) -> tuple[Job, Any, Any]:
     elastic |= {"worker_start_timeout_s": 3, "slow_forgiven_s": 4}
     wishes = {"min_pipelines": min_pipelines}
     job = fake_job(steps=STEPS, checkpoint={"every_steps": 10}, elastic=elastic, parallelism=wishes)
-    return job, planning_inputs(job), load_config(job.model)
+    return job, planning_inputs(job), load_config(job.model, job.training)
 
 
 durations = st.fixed_dictionaries(

@@ -37,7 +37,7 @@ def make(steps=40, nodes=4, **elastic):
     force = ScriptedWorkforce(KIND)
     for index in range(nodes):
         force.join(f"small-{index}")
-    orders = OrderBuilder(job, layout_builder(load_config(job.model)))
+    orders = OrderBuilder(job, layout_builder(load_config(job.model, job.training)))
     planning = RememberedPlanning(planning_inputs(job))
     return Controller(job, force, planning, orders, EventLog(None)), force
 

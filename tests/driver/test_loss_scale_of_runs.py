@@ -87,6 +87,6 @@ def test_a_replay_begins_with_the_recorded_scale() -> None:
     header = {"job": job, "generation": 3, "first_step": 4, "loss_scales": "0:10 2:8"}
     planning: Any = None
     memory = memory_at_start(
-        header, planning, OrderBuilder(job, layout_builder(load_config(job.model)))
+        header, planning, OrderBuilder(job, layout_builder(load_config(job.model, job.training)))
     )
     assert memory.ledger.loss_scales.before(4) == HALVED

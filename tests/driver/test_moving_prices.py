@@ -33,7 +33,7 @@ def fleet_of(prices: Mapping[str, float], **wishes: Any) -> tuple[Controller, Sc
         job,
         workforce,
         make_planning(job),
-        OrderBuilder(job, layout_builder(load_config(job.model))),
+        OrderBuilder(job, layout_builder(load_config(job.model, job.training))),
         EventLog(None),
     )
     set_prices(workforce, prices)

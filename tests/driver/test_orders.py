@@ -32,7 +32,7 @@ STEP = 7
 
 def make_book(**checkpoint):
     job = fake_job(checkpoint=checkpoint)
-    return OrderBuilder(job, layout_builder(load_config(job.model)))
+    return OrderBuilder(job, layout_builder(load_config(job.model, job.training)))
 
 
 def plan_of(*pipelines):

@@ -39,7 +39,7 @@ def _mixed(by_type):
         endpoint = AgentEndpoint(name, "here", 1, "token")
         workforce.nodes[name] = NodeView(Node(name, kind), workforce.now, endpoint)
     workforce.slow = {name: by_type.get(kind.gpu_type, 1.0) for name, kind in NODES.items()}
-    orders = OrderBuilder(job, layout_builder(load_config(job.model)))
+    orders = OrderBuilder(job, layout_builder(load_config(job.model, job.training)))
     controller = Controller(job, workforce, make_planning(job), orders, EventLog(None))
     workforce.controller = controller
     return controller, workforce

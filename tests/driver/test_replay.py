@@ -45,7 +45,7 @@ def recorded(path: Path, steps: int) -> tuple[Controller, ScriptedWorkforce, Rec
     for index in range(4):
         workforce.join(f"small-{index}")
     planning = RecordedPlanning(make_planning(job), recorder)
-    orders = OrderBuilder(job, layout_builder(load_config(job.model)), paces_of, "me")
+    orders = OrderBuilder(job, layout_builder(load_config(job.model, job.training)), paces_of, "me")
     controller = Controller(job, workforce, planning, orders, EventLog(None))
     controller.recorder = recorder
     recorder.begin(job=job, driver="me", generation=0, first_step=0)
@@ -240,7 +240,7 @@ def bought(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for index in range(4):
         workforce.join(f"small-{index}")
     planning = RecordedPlanning(make_planning(job), recorder)
-    orders = OrderBuilder(job, layout_builder(load_config(job.model)), paces_of, "me")
+    orders = OrderBuilder(job, layout_builder(load_config(job.model, job.training)), paces_of, "me")
     controller = Controller(job, workforce, planning, orders, EventLog(None))
     controller.recorder, controller.memory.buyer = recorder, Buyer(job, planning, market)
     recorder.begin(job=job, driver="me", generation=0, first_step=0, market=market)
@@ -400,7 +400,7 @@ def test_a_replay_follows_the_same_prices(tmp_path: Path) -> None:
     for index in range(3):
         workforce.join(f"small-{index}")
     planning = RecordedPlanning(make_planning(job), recorder)
-    orders = OrderBuilder(job, layout_builder(load_config(job.model)), paces_of, "me")
+    orders = OrderBuilder(job, layout_builder(load_config(job.model, job.training)), paces_of, "me")
     controller = Controller(job, workforce, planning, orders, EventLog(None))
     controller.recorder, controller.memory.buyer = recorder, Buyer(job, planning, market)
     recorder.begin(job=job, driver="me", generation=0, first_step=0, market=market)

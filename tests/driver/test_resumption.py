@@ -64,7 +64,7 @@ def commit(job: Job, step: int, **scalars: object) -> None:
     if job.model.pretrained is not None:
         weights = weights_identity(job.model.pretrained)
     known = {"seed": job.training.seed, "step": step, **job.identity(weights), **scalars}
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     specs = tensor_specs(config)
     layout = Layout(
         specs, {"big-0/0": frozenset(shard for spec in specs.values() for shard in spec.shards)}
@@ -465,7 +465,7 @@ def test_the_day_that_a_template_prints_is_the_runs(tmp_path: Path) -> None:
     job = fake_job(data={"kind": "chat"}, checkpoint={"storage": str(tmp_path)})
     began = replace(job, data=replace(job.data, template_date="2026-01-02"))  # type: ignore[type-var]
     commit(began, 4)
-    found = check_storage(job, load_config(job.model))
+    found = check_storage(job, load_config(job.model, job.training))
     assert found is not None
     resumed = as_continued(job, found).data
     assert resumed is not None
@@ -483,7 +483,7 @@ def test_another_global_batch_goes_on_at_the_row_that_the_run_came_to(tmp_path: 
     step = 0
     for batch, steps in ((8, 3), (2, 5), (16, 1), (16, 2)):
         job = fake_job(training={"global_batch_sequences": batch}, checkpoint=uri)
-        found = check_storage(job, load_config(job.model))
+        found = check_storage(job, load_config(job.model, job.training))
         job = as_continued(job, found)
         assert job.training.first_row(step) == begun
         step += steps

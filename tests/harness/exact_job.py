@@ -189,7 +189,7 @@ def train_alone(directory: Path, shared: Path, **sections: Mapping[str, Any]) ->
     assert steps is not None
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     plan = Plan("exact", BATCH, 1, LENGTH, (Pipeline((Stage(0, LAYERS, ("one/0",)),), BATCH, 1),))
-    layout = layout_of_plan(plan, load_config(job.model))
+    layout = layout_of_plan(plan, load_config(job.model, job.training))
     worker = Worker(
         WorkerPlace("one/0", "one", "CPU", str(directory / "memory"), str(directory / "ssd")), job
     )

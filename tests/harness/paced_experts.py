@@ -123,7 +123,7 @@ def cost_of(job: Job) -> CostModel:
 
 def measured_spread(job: Job) -> float:
     """The mean spread of the experts' loads over blocks and microbatches, by the library."""
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     names = list(family_of(config).parameter_specs(config))
     model = reference_model(config, initial_parameters(config, names, job.training.seed))
     spreads: list[float] = []
@@ -205,7 +205,7 @@ def _train(
     """Seconds of each step after the first, from all ranks' begin to all ranks' end."""
     plan = Plan.from_json(text)
     cpu = torch.device("cpu")
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     me = plan.workers[rank]
     groups = GenerationGroups(store, 1, me, cpu, GroupTimeouts(60.0, 60.0))
     groups.meet(plan.workers)

@@ -157,7 +157,7 @@ def _train(
     """Seconds of each step after the first, from all ranks' begin to all ranks' end."""
     plan = Plan.from_json(text)
     cpu = torch.device("cpu")
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     me = plan.workers[rank]
     groups = GenerationGroups(store, 1, me, cpu, GroupTimeouts(60.0, 60.0))
     groups.meet(plan.workers)

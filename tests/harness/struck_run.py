@@ -131,7 +131,7 @@ class StruckRun:
         """hold: step at which `HELD` waits until the test harms or stops the run, which a driver
         that a busy machine delays would do after the last step.
         """
-        config = load_config(job.model)
+        config = load_config(job.model, job.training)
         self.job = job
         self.strike = strike
         self.durable = Durable(

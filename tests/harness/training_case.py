@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -69,7 +70,8 @@ class Case:
     loss_scale: LossScale = FIRST_SCALE
 
     def config(self) -> Any:
-        return load_config(self.model_section())
+        training = self.section() if "optimizer" in self.training else None
+        return load_config(self.model_section(), training)
 
     def model_section(self) -> ModelSection:
         return ModelSection(
@@ -250,11 +252,17 @@ def train(case: Case, steps: int) -> list[tuple[float, float]]:
     """Train; losses and gradient norms by step. Nothing may write to the state but the updates."""
     assert SEAT.trainer is not None
     results = []
-    for _ in range(steps):
-        SEAT.borrowed = BorrowedState(SEAT.trainer.state)
-        result = SEAT.trainer.train_step(rows_of(case))
-        results.append((result.loss, result.gradient_norm))
+    with muon_in_fp32():
+        for _ in range(steps):
+            SEAT.borrowed = BorrowedState(SEAT.trainer.state)
+            result = SEAT.trainer.train_step(rows_of(case))
+            results.append((result.loss, result.gradient_norm))
     return results
+
+
+def muon_in_fp32() -> AbstractContextManager[Any]:
+    """Let `torch.optim.Muon` iterate in fp32 instead of bf16; nothing else uses this method."""
+    return patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone)
 
 
 def evaluate(case: Case, dataset: str, max_rows: int | None = None) -> tuple[float, int, int]:
@@ -405,7 +413,8 @@ def progress() -> tuple[int, int | None, Any, str]:
 def roll_forward(vote: Any) -> int:
     """Apply the prepared step with another survivor's vote (None: with one's own)."""
     assert SEAT.trainer is not None
-    SEAT.trainer.apply_prepared(vote)
+    with muon_in_fp32():
+        SEAT.trainer.apply_prepared(vote)
     return SEAT.trainer.step
 
 

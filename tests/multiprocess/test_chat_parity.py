@@ -77,7 +77,7 @@ IN_CI = frozenset({"TP and cuts across"})
 """Plans that hold each cut and each inequality once."""
 AFTER = grid(1, 3, 2)
 """What six survivors go on with."""
-GENERATIONS = itertools.count()
+GENERATIONS = itertools.count(5000)
 
 
 @pytest.fixture(scope="module")

@@ -93,13 +93,13 @@ def store() -> TCPStore:
 
 
 def base_bytes(job: Job) -> int:
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     specs = family_of(config).parameter_specs(config).values()
     return sum(4 * torch.Size(spec.shape).numel() for spec in specs if not spec.trainable)
 
 
 def reference(job: Job) -> list[float]:
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     names = list(family_of(config).parameter_specs(config))
     first = dict(first_weights(job.model, config, names, job.training.seed))
     assert job.data is not None
@@ -155,7 +155,7 @@ def test_a_worker_goes_on_with_an_adapter_that_peft_wrote(
         _, steps, _ = follow(worker, Phase.FINISHED)
     finally:
         worker.close()
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     assert job.data is not None
     dataset = prepare_dataset(job.data, job.training.sequence_length)
     batch = job.training.global_batch_sequences
@@ -217,19 +217,19 @@ def test_an_adapter_of_another_kind_is_not_gone_on_from(
     other = replace(job, model=replace(job.model, adapter=adapter))
     with pytest.raises(ConfigError, match=message):
         found_checkpoint(other, load_config(other.model), storage)
-    assert found_checkpoint(job, load_config(job.model), storage) is not None
+    assert found_checkpoint(job, load_config(job.model, job.training), storage) is not None
 
 
 def test_a_worker_that_lacks_nothing_does_not_ask_the_origin(job: Job) -> None:
     """Wrong: each generation of each job reads the origin's index, and fails where it is gone."""
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     gone = replace(job.model, config=None, pretrained="/nowhere")
     frozen = FrozenWeights(gone, config, 0, CPU, torch.float32)
     assert frozen.hold({}, threading.Event()) == 0
 
 
 def test_frozen_weights_are_kept_narrowed_and_read_again(job: Job) -> None:
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     frozen = FrozenWeights(job.model, config, 0, CPU, torch.float32)
     specs = family_of(config).parameter_specs(config)
     name, other = "model.layers.0.self_attn.o_proj.weight", "model.norm.weight"
@@ -250,7 +250,7 @@ def test_frozen_weights_are_kept_narrowed_and_read_again(job: Job) -> None:
 
 def test_a_flipped_bit_of_a_frozen_weight_shows_in_the_vote_and_is_read_again(job: Job) -> None:
     """In 16 bits, of two workers that hold all layers."""
-    config, alive = load_config(job.model), threading.Event()
+    config, alive = load_config(job.model, job.training), threading.Event()
     stage = {"first_layer": 0, "num_layers": int(config.num_hidden_layers)}
     pipelines = [
         {"num_microbatches": 1, "stages": [{**stage, "workers": [worker]}]}

@@ -2,6 +2,7 @@
 by element.
 """
 
+import copy
 import math
 from collections import defaultdict
 
@@ -17,8 +18,10 @@ from autohet.runtime.facts.layout import (
     state_name,
     tensor_specs,
 )
+from autohet.runtime.models.parameter_spec import MUON
+from planner.plans.muon import orthogonalization_flops
 from planner.plans.plan import Plan
-from recovery.state.layout import Layout
+from recovery.state.layout import Layout, ShardId
 from tests.harness.random_plans import plans
 from tests.harness.tiny_models import tiny_config
 
@@ -133,6 +136,74 @@ def test_every_shard_is_held_and_bytes_add_up(case: tuple[str, Plan]) -> None:
     assert layout.num_bytes == 3 * sum(
         4 * math.prod(s.shape) for n, s in layout.tensors.items() if n.startswith("param/")
     )
+
+
+@settings(max_examples=30)
+@given(plans(3, 4, uneven=True), st.sampled_from(["gpt2", "qwen3_moe"]))
+def test_a_matrix_of_muon_has_one_owner_among_those_that_compute_with_it(
+    plan: Plan, model: str
+) -> None:
+    """It keeps all units and one moment; an expert's matrix is a matrix. All else is held as under
+    AdamW, router and embedding among it.
+    """
+    plain = tiny_config(model)
+    config = copy.deepcopy(plain)
+    setattr(config, MUON, ["*.mlp.gate.weight"] if model == "qwen3_moe" else [])
+    before = layout_of_plan(plan, plain)
+    layout = layout_of_plan(plan, config)
+    owners: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for tensor, spec in before.tensors.items():
+        parameter = parameter_name(tensor)
+        is_stack = ".experts." in parameter
+        in_block = ".layers." in parameter or ".h." in parameter
+        is_exempt = parameter.endswith(("bias", ".gate.weight"))
+        is_matrix = in_block and len(spec.shape) == 2 + is_stack and not is_exempt
+        computing = {
+            worker
+            for worker in plan.workers
+            if any(shard.tensor == tensor for shard in before.shards_by_worker[worker])
+        }
+        for unit in range(spec.num_units):
+            shard = ShardId(tensor, unit)
+            if not is_matrix:
+                assert layout.holders(shard) == before.holders(shard)
+            elif tensor.startswith("exp_avg_sq/"):
+                assert shard not in layout.shards
+            else:
+                (owner,) = layout.holders(shard)
+                assert owner in (before.holders(shard) if is_stack else computing)
+                owners[parameter, unit if is_stack else 0].add(owner)
+    assert {len(each) for each in owners.values()} == {1}
+
+
+def test_owners_of_muons_matrices_have_work_by_their_shares() -> None:
+    """Two pipelines, one of two ranks: each of its ranks has half of the other's work."""
+    stages = [
+        {"first_layer": 0, "num_layers": 3, "workers": each} for each in (["a/0", "a/1"], ["b/0"])
+    ]
+    plan = Plan.from_document(
+        {
+            "version": 1,
+            "model": "m",
+            "global_batch_sequences": 2,
+            "microbatch_sequences": 1,
+            "sequence_length": 4,
+            "pipelines": [{"num_microbatches": 1, "stages": [stage]} for stage in stages],
+        }
+    )
+    config = copy.deepcopy(CONFIGS["gpt2"])
+    setattr(config, MUON, [])
+    layout = layout_of_plan(plan, config)
+    work = dict.fromkeys(plan.workers, 0.0)
+    sizes = []
+    for tensor, spec in layout.tensors.items():
+        (owner, *others) = layout.holders(ShardId(tensor, 0))
+        if tensor.startswith("exp_avg/") and not others:
+            sizes.append(orthogonalization_flops(*spec.shape))
+            work[owner] += sizes[-1]
+    assert len(sizes) == 3 * 4
+    for worker, fraction in {"a/0": 0.25, "a/1": 0.25, "b/0": 0.5}.items():
+        assert abs(work[worker] - fraction * sum(sizes)) <= max(sizes)
 
 
 @pytest.mark.parametrize("model", sorted(CONFIGS))

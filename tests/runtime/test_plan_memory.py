@@ -18,6 +18,7 @@ from autohet.runtime.job import AdapterSection
 from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.layers import linear_loss
 from autohet.runtime.models.specs.adapter_spec import adapt_spec
+from autohet.runtime.models.specs.matrix_spec import with_matrices
 from autohet.runtime.parallel.host_staging import HostStaging
 from autohet.runtime.state.frozen import FrozenWeights
 from autohet.runtime.step.generation import TrainingSetup, WorkerGeneration
@@ -133,6 +134,8 @@ def predicted(case: Case, family: str, precision: str) -> dict[str, int]:
         fused_head_elements=float(linear_loss.CHUNK_ELEMENTS),
     )
     spec = spec_of(family, MODELS[family], precision, dropout=True)
+    if case.training.get("optimizer") == "muon":
+        spec = with_matrices(spec, case.config())
     if case.adapter is not None:
         spec = adapt_spec(spec, case.config(), LENGTH, precision)
     cost = CostModel(fleet, Workload(spec, LENGTH, precision), parameters=parameters)
@@ -153,13 +156,14 @@ def test_a_plan_needs_what_the_planner_predicts(
     check(family, precision, two_stages(recompute))
 
 
-def check(family: str, precision: str, plan: dict[str, Any]) -> None:
+def check(family: str, precision: str, plan: dict[str, Any], **keys: Any) -> None:
     batch = plan["global_batch_sequences"]
     training = {
         "global_batch_sequences": batch,
         "sequence_length": LENGTH,
         "steps": 10,
         "precision": precision,
+        **keys,
     }
     case = Case(MODELS[family], plan, training, 2)
     wanted, found = predicted(case, family, precision), counted(case)
@@ -298,6 +302,27 @@ def test_each_rank_of_an_uneven_stage_needs_what_the_planner_predicts(
         "pipelines": [{"num_microbatches": 1, "stages": [stage]}],
     }
     check("llama", precision, plan)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_owners_of_muons_matrices_need_what_the_planner_predicts(
+    monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """Two ranks beside one GPU, with a batch so small that state and gradients are nearly all."""
+    monkeypatch.setitem(MODELS, "llama", {**MODELS["llama"], "vocab_size": 64})
+    stages = [
+        {"first_layer": 0, "num_layers": LAYERS, "workers": workers, "shard_optimizer": True}
+        for workers in (["n0/0", "n1/0"], ["n2/0"])
+    ]
+    plan = {
+        "version": 1,
+        "model": "m",
+        "global_batch_sequences": 2,
+        "microbatch_sequences": 1,
+        "sequence_length": LENGTH,
+        "pipelines": [{"num_microbatches": 1, "stages": [stage]} for stage in stages],
+    }
+    check("llama", precision, plan, optimizer="muon")
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -1,15 +1,18 @@
 """What a job's own cost model counts of a GPU's memory."""
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from autohet.bench.step.sides import WORKER, one_worker_plan
 from autohet.runtime.facts.planning import planning_inputs
-from autohet.runtime.job import Job
+from autohet.runtime.job import Job, TrainingSection
 from planner.cost.parameters import CostParameters
 from planner.errors import ConfigError
 from planner.inputs.fleet import Fleet, Node, NodeType
+from planner.search.problem.request import Request
+from planner.strategies import plan_with
 
 GIB = 1 << 30
 
@@ -42,6 +45,34 @@ def test_what_is_left_free_is_a_limit_and_no_prediction(memory_bytes: int) -> No
     defaults = CostParameters()
     usable = 1.0 - defaults.memory_margin - defaults.context_share
     assert prediction.memory_limit_bytes_by_worker[WORKER] == int(usable * memory_bytes)
+
+
+def test_muon_has_one_moment_and_seconds_of_its_iteration() -> None:
+    """Wrong: a second moment in device or host memory, an iteration for nothing, or plans whose
+    matrices have an owner and whose stages say that state is not shared out.
+    """
+    found = {}
+    for optimizer in ("adamw", "muon"):
+        _, job = cost_on(GIB)
+        training = {**asdict(job.training), "optimizer": optimizer}
+        job = replace(job, training=TrainingSection(**training))
+        kind = NodeType("here", "H200", 1, 140 * GIB, 1e11, 1e9, host_memory_bytes=64 * GIB)
+        elastic = replace(CostParameters(), elastic=True)
+        fleet = Fleet(0, (Node("here", kind), Node("there", kind)))
+        inputs = planning_inputs(job)
+        cost = inputs.cost_model(fleet, parameters=elastic)
+        request = Request(fleet, inputs.spec, cost, 4096, 64)
+        prediction = cost.predict(one_worker_plan(job))
+        host_bytes = cost.memory_of.host_memory(one_worker_plan(job), inputs.kept)[0].state_bytes
+        found[optimizer] = prediction, host_bytes, plan_with("autohet", request)
+    num_matrices = 2 * (4 * 64 * 64 + 3 * 64 * 176)
+    (adamw, adamw_host, _), (muon, muon_host, answer) = found.values()
+    saved = adamw.memory_bytes_by_worker[WORKER] - muon.memory_bytes_by_worker[WORKER]
+    assert saved == 4 * num_matrices
+    assert adamw_host - muon_host == 4 * num_matrices
+    assert muon.breakdown_s["optimizer"] > adamw.breakdown_s["optimizer"]
+    assert len(answer.plan.pipelines) == 2
+    assert all(stage.shard_optimizer for stage in answer.plan.stages)
 
 
 DENSE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}

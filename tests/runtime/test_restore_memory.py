@@ -79,7 +79,7 @@ def restored_from_its_node(worker, job, store, tmp_path):
     """
     worker.begin(replace(order(job, store, 1, 0), end_step=2))
     _, steps, _ = follow(worker, Phase.FINISHED)
-    layout = layout_of_plan(order(job, store, 1, 0).plan, load_config(job.model))
+    layout = layout_of_plan(order(job, store, 1, 0).plan, load_config(job.model, job.training))
     worker.memory.limit_bytes = worker.memory.peak_bytes
     assert layout.num_bytes > worker.memory.limit_bytes / 2
     agent = AgentStore(tmp_path / "memory", tmp_path / "disk", "node")

@@ -56,7 +56,9 @@ class Scene:
         self.worker = Worker(place, self.job, phase_hook=hook)
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.kept = AgentStore(tmp_path / "memory", tmp_path / "ssd", NODE)
-        self.book = OrderBuilder(self.job, layout_builder(load_config(self.job.model)))
+        self.book = OrderBuilder(
+            self.job, layout_builder(load_config(self.job.model, self.job.training))
+        )
 
     def order(self, generation: int, report: WorkerReport | None = None) -> Any:
         """What the product orders for a generation, given the worker's report and what the node's

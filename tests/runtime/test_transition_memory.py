@@ -97,7 +97,7 @@ class Fleet:
     """All workers of both plans, and the orders of their generations."""
 
     def __init__(self, job: Job, workers: Sequence[str], folder: Path) -> None:
-        self.job, self.config = job, load_config(job.model)
+        self.job, self.config = job, load_config(job.model, job.training)
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.generation = 0
         self.workers = {

@@ -90,7 +90,7 @@ def store():
 
 def order(job, store, generation, start_step, transfers=None):
     plan = Plan("one", 4, 2, 16, (Pipeline((Stage(0, 2, (ME,)),), 2, 2),))
-    layout = layout_of_plan(plan, load_config(job.model))
+    layout = layout_of_plan(plan, load_config(job.model, job.training))
     return GenerationOrder(
         generation,
         plan,

@@ -98,7 +98,7 @@ def make_task(directory: Path, steps: int, seed: int) -> DuelTask:
 
     job = job_of(task)
     training = job.require_training()
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     dataset = prepare_dataset(training, job.training.sequence_length)
     batches = Batches(dataset, task.seed, ROWS, torch.device("cpu"))
     rows = [batches(step, range(ROWS)) for step in range(steps)]
@@ -168,7 +168,7 @@ class PlainModel:
         job = job_of(task)
         first = torch.load(task.path / START_FILE)
         self.task = task
-        self.model = reference_model(load_config(job.model), iter(first.items()))
+        self.model = reference_model(load_config(job.model, job.training), iter(first.items()))
         self.optimizer = adamw(self.model, job.training)
         self.rows = np.load(task.path / ROWS_FILE, mmap_mode="r")
 

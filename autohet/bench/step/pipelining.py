@@ -72,7 +72,7 @@ def equal_plan(job: Job) -> Plan:
 
     Worker `here/r` is stage r % 2 of pipeline r // 2.
     """
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     num_layers = family_of(config).num_layers(config)
     size = job.parallelism.microbatch_sequences or 1
     cut = num_layers // NUM_STAGES
@@ -106,7 +106,7 @@ def _measure_rank(job: Job, steps: int, rank: int, device: torch.device) -> Meas
 
 
 def _ours(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     plan = equal_plan(job)
     server = None
     ports = [0]
@@ -172,7 +172,7 @@ def _stock(rank: int, job: Job, device: torch.device) -> Callable[[], float]:
         dist.new_group(list(range(first, size, NUM_STAGES))) for first in range(NUM_STAGES)
     ]
 
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     names = list(family_of(config).parameter_specs(config))
     model: Any = reference_model(config, first_parameters(job, names, device))
     model.to(device)

@@ -144,7 +144,7 @@ def pipelining_document(job: Job, steps: int) -> Document:
     `why_not` says why it was not measured.
     """
     on_cuda = torch.cuda.device_count() >= pipelining.NUM_PIPELINES * pipelining.NUM_STAGES
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     if config.model_type != "llama" or config.tie_word_embeddings:
         return {"why_not": "the stock stages are of a Llama with untied embeddings"}
     if torch.cuda.is_available() and job.training.device != "cpu" and not on_cuda:

@@ -40,7 +40,7 @@ def random_rows(job: Job, device: torch.device) -> Callable[[int, range], tuple[
     DISTINCT_BATCHES of them are used in turn. They are on the device ahead: a copy from pageable
     memory makes the host wait for the stream.
     """
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     shape = (job.training.global_batch_sequences, job.training.sequence_length + 1)
     batches = []
     for number in range(DISTINCT_BATCHES):
@@ -80,7 +80,7 @@ def first_parameters(
 
     Drawing three billion parameters on the CPU takes longer than measuring them.
     """
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     specs = family_of(config).parameter_specs(config)
     num_elements = sum(math.prod(spec.shape) for spec in specs.values())
     if device.type == "cpu" or num_elements <= DRAWN_ON_CPU:
@@ -97,7 +97,7 @@ def first_parameters(
 
 
 def one_worker_plan(job: Job) -> Plan:
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     size = microbatch_of(job)
     stage = Stage(0, family_of(config).num_layers(config), (WORKER,))
     num_microbatches = job.training.global_batch_sequences // size
@@ -128,7 +128,7 @@ def our_trainer(
     begins: Callable[[int, range], Tensor] | None = None,
 ) -> StageTrainer:
     """The trainer that workers run, on a plan of one worker; begins: see `TrainingSetup`."""
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     plan = plan or one_worker_plan(job)
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
@@ -155,7 +155,7 @@ def plain(
     library's fused attention, which this package's stages use too. Compiled: each block by itself,
     or the whole model as one graph.
     """
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     names = list(family_of(config).parameter_specs(config))
     with device:
         model: Any = reference_model(config, first_parameters(job, names, device))

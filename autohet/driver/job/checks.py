@@ -165,7 +165,7 @@ def check_fit(job: Job) -> None:
         routers, or routers without a bias, for the job's balance of loads, or one with dropout is
         to run as an SPMD program.
     """
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     if job.parallelism.spmd:
         check_without_dropout(config)
     limit = config.max_position_embeddings

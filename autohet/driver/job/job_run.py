@@ -98,7 +98,7 @@ class JobRun:
         self.job = job
         self.events = events
         self.fleet = fleet
-        config = load_config(job.model)
+        config = load_config(job.model, job.training)
         if job.model.family is not None:
             require_proof(config)
         check_data(job, int(config.vocab_size), here=fleet is not None)

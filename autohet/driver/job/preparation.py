@@ -147,7 +147,7 @@ def check_inputs(
     Raises:
         ConfigError: says what to fix.
     """
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     found = check_storage(job, config)
     if is_restart() or (found is not None and found.ended):
         # In a restart workers may train without a driver: what was checked is not checked again.

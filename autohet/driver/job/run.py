@@ -196,7 +196,7 @@ def train_with(
     """Run a job; start again if the run's storage takes the place of an empty one."""
     outcome = _train_once(job, machines, files, show, durable)
     while outcome.storage_is_back:
-        found = check_storage(job, load_config(job.model))
+        found = check_storage(job, load_config(job.model, job.training))
         if found is not None and found.ended:
             return Outcome(True, *summary_of_finished(job, found, files.events.path))
         with _take_over(job) as taken:

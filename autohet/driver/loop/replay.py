@@ -325,7 +325,7 @@ def _replay_driver(documents: Iterator[Document], path: Path, paced: bool | None
     if paced is None:
         paced = job.emulation is not None
     pace = paces_of if paced else None
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     orders = OrderBuilder(job, layout_builder(config), pace, header["driver"], zones=zones)
     memory = memory_at_start(header, planning, orders)
     return replay(memory, planning, documents)

@@ -8,6 +8,10 @@ If the optimizer state of a layer is *sharded* (ZeRO-1, Rajbhandari et al. 2020,
 weights made from the owner's master before each step, which are no state. So a shard is the same in
 every layout, with or without sharding, and snapshots, copies, checkpoints and restores do not
 depend on sharding.
+
+A matrix that Muon updates has one owner of all its units, whether its layer is sharded or not: its
+update is a function of the whole matrix, and unlike GPUs would compute unlike bits of it. The owner
+may lack some of the units among those that it computes with.
 """
 
 import math
@@ -23,6 +27,7 @@ from autohet.runtime.models.layers.nf4 import held_as
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec, local_units
 from autohet.runtime.models.registry import family_of, held_specs, stage_parameter_names
 from autohet.runtime.spmd.layout import program_units
+from planner.plans.muon import orthogonalization_flops
 from planner.plans.plan import Plan, TensorShare
 from planner.plans.redundancy import EMBEDDING as EMBEDDING_LAYER
 from planner.plans.redundancy import HEAD as HEAD_LAYER
@@ -30,12 +35,18 @@ from planner.plans.redundancy import sharded_layers
 from recovery.state.layout import Layout, ShardId, TensorSpec
 
 STATE_KINDS = ("param", "exp_avg", "exp_avg_sq")
+MUON_KINDS = STATE_KINDS[:2]
+"""Kinds of state of a parameter that Muon updates: its master and its momentum."""
 FROZEN = "frozen"
 """Kind of the weights that a run uses but does not train."""
 
 
 def state_name(kind: str, parameter: str) -> str:
     return f"{kind}/{parameter}"
+
+
+def state_kinds(spec: ParameterSpec) -> tuple[str, ...]:
+    return MUON_KINDS if spec.uses_muon else STATE_KINDS
 
 
 def parameter_name(state: str) -> str:
@@ -46,13 +57,13 @@ def parameter_name(state: str) -> str:
 def tensor_specs(config: PreTrainedConfig) -> dict[str, TensorSpec]:
     """Return every tensor of training state, by name.
 
-    They are fp32 masters and Adam's two moments of each trained parameter.
+    They are fp32 masters and moments of each trained parameter.
     """
     specs = family_of(config).parameter_specs(config)
     tensors = {}
     for kind in STATE_KINDS:
         for name, spec in specs.items():
-            if spec.trainable:
+            if spec.trainable and kind in state_kinds(spec):
                 tensor = state_name(kind, name)
                 tensors[tensor] = _tensor_spec(tensor, spec, "float32")
     return tensors
@@ -137,7 +148,7 @@ def unit_owners(
 ) -> dict[tuple[str, int], str]:
     """Return the owner of each (parameter, unit) of sharded layers that several workers hold.
 
-    Each holder of any other unit keeps its state.
+    Muon's matrices have owners in all layers. Each holder of any other unit keeps its state.
 
     holders: the plan's, as `unit_holders` returns them. Within one set of holders, loads differ by
     at most the largest unit's scalars: the largest units go first to the holder with the least load
@@ -149,14 +160,14 @@ def unit_owners(
     by_holders: dict[tuple[str, ...], list[tuple[int, str, int]]] = defaultdict(list)
     for name, held in holders.items():
         spec = specs[name]
-        if sharded.isdisjoint(_layers_of(spec, family, config)):
+        if spec.uses_muon or sharded.isdisjoint(_layers_of(spec, family, config)):
             continue
         for unit, workers in held.items():
             if len(workers) > 1:
                 size = unit_elements(spec, unit)
                 by_holders[workers].append((-size, name, unit))
 
-    owners: dict[tuple[str, int], str] = {}
+    owners = _matrix_owners(plan, specs, holders)
     for workers, units in by_holders.items():
         load = dict.fromkeys(workers, 0)
         # Sizes are negative, so that the largest come first, and among equals the first names.
@@ -164,6 +175,46 @@ def unit_owners(
             owner = min(workers, key=lambda worker: (load[worker], worker))
             load[owner] -= negative
             owners[name, unit] = owner
+    return owners
+
+
+def _matrix_owners(
+    plan: Plan,
+    specs: Mapping[str, ParameterSpec],
+    holders: Mapping[str, Mapping[int, tuple[str, ...]]],
+) -> dict[tuple[str, int], str]:
+    """Return the owner of each (parameter, unit) of Muon's matrices that several workers hold.
+
+    All units of a matrix have one owner; a unit of a stack holds whole matrices. The most expensive
+    matrices go first, each to the holder that has the least to orthogonalize with it, relative to
+    the share of the tensors that it computes with.
+    """
+    fractions: dict[str, float] = {}
+    for stage in plan.stages:
+        for rank, worker in enumerate(stage.workers):
+            fractions[worker] = stage.share(rank).fraction
+    matrices: list[tuple[float, str, list[int], list[str]]] = []
+    for name, held in holders.items():
+        spec = specs[name]
+        if not spec.uses_muon:
+            continue
+        *stacked, rows, columns = spec.shape
+        assert not stacked or spec.split_dim in (None, 0), f"{name} is cut inside its matrices"
+        together = [[unit] for unit in held] if stacked else [list(held)]
+        for units in together:
+            workers = sorted(set().union(*(held[unit] for unit in units)))
+            if len(workers) > 1:
+                num_matrices = sum(unit_elements(spec, unit) for unit in units) / (rows * columns)
+                flops = num_matrices * orthogonalization_flops(rows, columns)
+                matrices.append((-flops, name, units, workers))
+
+    owners: dict[tuple[str, int], str] = {}
+    load: dict[str, float] = defaultdict(float)
+    for negative, name, units, workers in sorted(matrices):
+        ends = {worker: (load[worker] - negative) / fractions[worker] for worker in workers}
+        owner = min(workers, key=lambda worker: (ends[worker], worker))
+        load[owner] -= negative
+        owners.update({(name, unit): owner for unit in units})
     return owners
 
 
@@ -209,13 +260,16 @@ def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:
         for worker, units in held.items():
             own: set[ShardId] = set()
             for name, unit in units:
-                own |= _shards_of_unit(name, unit)
+                own |= _shards_of_unit(specs[name], unit)
             shards[worker] = frozenset(own)
         return Layout(tensor_specs(config), shards)
 
     owners: dict[tuple[str, int], str] = {}
-    if sharded_layers(plan):
+    if sharded_layers(plan) or any(spec.uses_muon for spec in specs.values()):
         owners = unit_owners(plan, config, unit_holders(plan, config))
+    owned: dict[str, set[ShardId]] = defaultdict(set)
+    for (name, unit), owner in owners.items():
+        owned[owner] |= _shards_of_unit(specs[name], unit)
     known: dict[tuple[int, int, TensorShare], frozenset[ShardId]] = {}
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
@@ -225,26 +279,18 @@ def layout_of_plan(plan: Plan, config: PreTrainedConfig) -> Layout:
                     known[part] = _shards_of(specs, config, *part)
                 shards[worker] = known[part]
                 if owners:
-                    shards[worker] = _without_others(known[part], owners, worker)
+                    kept = [each for each in known[part] if _unit_of(each) not in owners]
+                    shards[worker] = frozenset(owned[worker].union(kept))
     return Layout(tensor_specs(config), shards)
 
 
-def _shards_of_unit(parameter: str, unit: int) -> set[ShardId]:
+def _shards_of_unit(spec: ParameterSpec, unit: int) -> set[ShardId]:
     """Return the shards of one unit of a trained parameter: its master and its moments."""
-    return {ShardId(state_name(kind, parameter), unit) for kind in STATE_KINDS}
+    return {ShardId(state_name(kind, spec.name), unit) for kind in state_kinds(spec)}
 
 
-def _without_others(
-    shards: frozenset[ShardId], owners: Mapping[tuple[str, int], str], worker: str
-) -> frozenset[ShardId]:
-    """Remove the shards that other workers own."""
-    kept = set()
-    for shard in shards:
-        unit = (parameter_name(shard.tensor), shard.unit)
-        # A unit without an owner is kept by each of its holders.
-        if owners.get(unit, worker) == worker:
-            kept.add(shard)
-    return frozenset(kept)
+def _unit_of(shard: ShardId) -> tuple[str, int]:
+    return parameter_name(shard.tensor), shard.unit
 
 
 def _shards_of(
@@ -260,5 +306,5 @@ def _shards_of(
         spec = specs[name]
         if spec.trainable:
             for unit in local_units(spec, share):
-                shards |= _shards_of_unit(name, unit)
+                shards |= _shards_of_unit(spec, unit)
     return frozenset(shards)

@@ -51,6 +51,14 @@ def with_adapter(spec: ModelSpec, job: Job) -> ModelSpec:
     return adapted
 
 
+def with_muon(spec: ModelSpec, job: Job) -> ModelSpec:
+    """Return the spec with the matrices that Muon updates; no-op for another optimizer."""
+    if job.training.optimizer != "muon":
+        return spec
+    facts = {"optimized": repr(spec), "exempt": job.training.muon_exempt}
+    return _recall_or_derive(job, ModelSpec, facts, lambda: _derive_matrices(spec, job))
+
+
 def training_refusal(job: Job) -> str | None:
     """Return the reason why `autohet train` cannot run a job's model; None: it can."""
     facts = {"spmd": job.parallelism.spmd, "objective": job.training.objective}
@@ -160,6 +168,13 @@ def _derive_adapted(spec: ModelSpec, job: Job) -> ModelSpec:
     training = job.training
     config = load_config(job.model)
     return adapt_spec(spec, config, training.sequence_length, training.precision)
+
+
+def _derive_matrices(spec: ModelSpec, job: Job) -> ModelSpec:
+    from autohet.runtime.models.config import load_config
+    from autohet.runtime.models.specs.matrix_spec import with_matrices
+
+    return with_matrices(spec, load_config(job.model, job.training))
 
 
 def _derive_refusal(job: Job) -> str | None:

@@ -4,7 +4,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from autohet.runtime.facts.model_facts import decoder, planned_spec, training_refusal, with_adapter
+from autohet.runtime.facts.model_facts import (
+    decoder,
+    planned_spec,
+    training_refusal,
+    with_adapter,
+    with_muon,
+)
 from autohet.runtime.job import Job
 from autohet.runtime.job.emulated_profile import emulated_profile
 from autohet.runtime.step.precision import other_formats
@@ -114,7 +120,7 @@ class PlanningInputs:
         return MemoryChoices(
             recomputes,
             training.optimizer_sharding != "off" and trains_all,
-            offload=training.offload == "if_needed" and trains_all,
+            offload=training.offload == "if_needed" and trains_all and not self.spec.uses_muon,
             offload_inputs=training.recompute in ("auto", "if_needed"),
             only_if_needed="if_needed" in wishes,
             # without experts there is no choice, which searches need not look for
@@ -169,7 +175,7 @@ def planning_inputs(
     profile, links: paths that replace the job's. zones: from the cluster file, if there is one.
     """
     spec = planned_spec(job).at_length(job.training.sequence_length)
-    spec = with_adapter(_with_data(spec, job), job)
+    spec = with_adapter(_with_data(with_muon(spec, job), job), job)
     if job.parallelism.expert_dispatch == "all_to_all" and spec.experts is None:
         raise ConfigError(
             "parallelism.expert_dispatch is all_to_all, but the model has no routed experts; leave"

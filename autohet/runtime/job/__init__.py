@@ -106,6 +106,17 @@ class Job:
                 f"training.{key} is {value}, which the programs of parallelism.spmd do not have;"
                 " leave one out",
             )
+        for key, is_given in (
+            ("parallelism.spmd", self.parallelism.spmd),
+            ("model.adapter", self.model.adapter is not None),
+            ("parallelism.min_pipelines", self.parallelism.min_pipelines > 1),
+            ("parallelism.redundancy", self.parallelism.redundancy > 1),
+        ):
+            require(
+                self.training.optimizer == "adamw" or not is_given,
+                f"training.optimizer is {self.training.optimizer}, whose matrices are updated whole"
+                f" by one owner each, which {key} does not allow; leave one out",
+            )
         self._check_evaluation()
         self._check_preference()
         self._check_formats()

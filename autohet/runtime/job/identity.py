@@ -22,6 +22,7 @@ MAY_CHANGE = frozenset(
         "training.max_epochs",
         "training.row_offset",
         "training.learning_rate",
+        "training.muon_learning_rate",
         "training.warmup_steps",
         "training.decay_steps",
         "training.stable_steps",
@@ -139,6 +140,8 @@ def has_effect(key: str, scalars: Json) -> bool:
         return scalars.get("training.router_balance") == "sequence"
     if key == "training.router_bias_speed":
         return scalars.get("training.router_balance") == "bias"
+    if key.startswith("training.muon_"):
+        return scalars.get("training.optimizer") == "muon"
     if key == "training.no_decay":
         return scalars.get("training.weight_decay") != 0
     if key in ("training.dpo_beta", "training.orpo_beta"):
@@ -153,6 +156,7 @@ def has_effect(key: str, scalars: Json) -> bool:
 
 IMPLIED: Mapping[str, Value] = {
     "training.no_decay": "none",
+    "training.optimizer": "adamw",
     "training.objective": "cross_entropy",
     "training.label_smoothing": 0.0,
     "training.z_loss": 0.0,

@@ -68,6 +68,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "training.schedule": ("lr_scheduler_type", "lr_scheduler"),
     "training.warmup_steps": ("warmup_ratio", "num_warmup_steps"),
     "training.min_learning_rate_ratio": ("cosine_min_lr_ratio", "lr_scheduler_kwargs"),
+    "training.optimizer": ("optim",),
     "training.betas": ("adam_beta1", "adam_beta2"),
     "training.eps": ("adam_epsilon",),
     "training.clip_norm": (
@@ -170,6 +171,8 @@ OTHER_VALUES = {
     "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
     "warmup_stable_decay": "wsd",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
     "bfloat16": "bf16",
     "float16": "fp16",
     "float32": "fp32",
@@ -186,11 +189,7 @@ OTHER_VALUES = {
 KEY_BY_OTHER_NAME = {name: key for key, names in OTHER_NAMES.items() for name in names}
 
 WITHOUT_KEY: dict[str, tuple[str, ...]] = {
-    "AdamW is the only optimizer, with training.betas, eps and weight_decay": (
-        "optim",
-        "optimizer",
-        "optim_*",
-    ),
+    "AdamW has training.betas, eps and weight_decay, Muon training.muon_*": ("optim_*",),
     "no noise is added to embeddings": ("neftune_noise_alpha", "noisy_embedding_alpha"),
     "all parameters have training.learning_rate": (
         "embedding_lr",

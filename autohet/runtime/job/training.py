@@ -60,12 +60,35 @@ class TrainingSection:
     wsd: warm-up, stable, decay along a cosine. null: a cosine whose warm-up reaches `learning_rate`
     in its last step, not one step later.
     """
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw: AdamW for all parameters. muon: Muon (Jordan et al. 2024) for the matrices of blocks.
+
+    A matrix is a weight as the library stores it, and each expert's in a stack of experts; AdamW
+    updates embedding, head, norms, biases and vectors. Muon keeps one moment instead of two. Each
+    matrix is updated by one worker, so its state is sharded in all plans.
+    """
+    muon_learning_rate: float | None = None
+    """Learning rate of Muon's matrices at the end of the warm-up; null: `learning_rate`.
+
+    It follows `schedule` too.
+    """
+    muon_momentum: float = 0.95
+    """Muon's momentum, which is Nesterov's."""
+    muon_adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of the learning rate of a matrix (rows, columns), as `adjust_lr_fn` of
+    `torch.optim.Muon`.
+
+    match_rms_adamw: 0.2 sqrt(max(rows, columns)), with which rates and decays of AdamW are good for
+    Muon too (Liu et al. 2025). original: sqrt(max(1, rows / columns)); a usual rate is 0.02.
+    """
+    muon_exempt: tuple[str, ...] = ()
+    """Names of further parameters for AdamW, such as routers; * stands for any part."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and the second moment."""
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1
-    """AdamW's decoupled weight decay, applied as torch.optim.AdamW does."""
+    """Decoupled weight decay, applied as torch.optim.AdamW and torch.optim.Muon do."""
     no_decay: Literal["norms_and_biases", "none"] | tuple[str, ...] = "norms_and_biases"
     """Parameters without weight decay.
 
@@ -266,6 +289,11 @@ class TrainingSection:
         require_at_least("training.warmup_steps", self.warmup_steps, 0)
         require_at_least("training.weight_decay", self.weight_decay, 0)
         require_at_least("training.learning_rate", self.learning_rate, 0)
+        require_at_least("training.muon_learning_rate", self.muon_learning_rate, 0)
+        require(
+            0 <= self.muon_momentum < 1,
+            f"training.muon_momentum is {self.muon_momentum}, but must be in [0, 1)",
+        )
         require_at_least("training.seed", self.seed, 0)
         require_at_least("training.replica_check_steps", self.replica_check_steps, 0)
         require_at_least("training.audit_every", self.audit_every, 0)
@@ -300,6 +328,15 @@ class TrainingSection:
         self._check_schedule()
 
     def _check_effects(self) -> None:
+        is_muon = self.optimizer == "muon"
+        for key in ("learning_rate", "momentum", "adjust", "exempt"):
+            require_effect(self, f"training.muon_{key}", is_muon, "training.optimizer: muon")
+        for key, value in (("offload", "optimizer"), ("optimizer_sharding", "off")):
+            require(
+                not is_muon or getattr(self, key) != value,
+                f"training.{key} is {value}, but training.optimizer is muon, whose matrices have"
+                f" one owner each, on a GPU; leave {key} out, or set training.optimizer: adamw",
+            )
         balance = self.router_balance
         for key, needed in (("router_balance_weight", "sequence"), ("router_bias_speed", "bias")):
             require_effect(

@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModel, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autohet.runtime.job import ModelSection
+from autohet.runtime.job import ModelSection, TrainingSection
 from autohet.runtime.models.adapter_files import adapter_base, is_adapter_alone, take_stored
 from autohet.runtime.models.auto import auto_family
 from autohet.runtime.models.config_keys import (
@@ -26,7 +26,12 @@ from autohet.runtime.models.error_text import first_line
 from autohet.runtime.models.layers.adapters import Adapter, adapter_of, set_adapter
 from autohet.runtime.models.layers.dropout import set_dropout
 from autohet.runtime.models.layers.experts import check_experts
-from autohet.runtime.models.parameter_spec import STORED_ROWS, grow_vocabulary, pad_vocabulary
+from autohet.runtime.models.parameter_spec import (
+    MUON,
+    STORED_ROWS,
+    grow_vocabulary,
+    pad_vocabulary,
+)
 from autohet.runtime.models.pretrained import quantization_of, settle_weights
 from autohet.runtime.models.registry import (
     FAMILIES,
@@ -65,10 +70,11 @@ def use_family(source: ModelSection) -> None:
         FAMILIES[model_type] = auto_family(model_type)
 
 
-def load_config(source: ModelSection) -> PreTrainedConfig:
+def load_config(source: ModelSection, training: TrainingSection | None = None) -> PreTrainedConfig:
     """Return the transformers config of a job's model.
 
     Its own dropout keys are 0: stages drop by `dropout.dropout_of(config)`, other modules nothing.
+    The optimizer of `training` decides the kinds of state of each parameter; None: AdamW.
 
     Raises:
         ConfigError: the model type is unknown, a value is wrong, or the checkpoint cannot be read.
@@ -86,6 +92,8 @@ def load_config(source: ModelSection) -> PreTrainedConfig:
     config._attn_implementation = family_of(config).stock_attention
     pad_vocabulary(config, source.vocabulary_multiple)
     _set_adapter(config, source)
+    if training is not None and training.optimizer == "muon":
+        setattr(config, MUON, list(training.muon_exempt))
     return config
 
 

@@ -43,9 +43,11 @@ from autohet.runtime.models.layers.logits import LogitAdjustment, adjustment_of
 from autohet.runtime.models.parameter_spec import (
     EMBEDDING,
     HEAD,
+    MUON,
     PADDED,
     ParameterSpec,
     is_norm_or_bias,
+    match_parameters,
 )
 from autohet.runtime.models.skeleton import skeleton
 from planner.errors import ConfigError
@@ -352,9 +354,27 @@ def _parameter_specs(family: Family, config_key: str) -> tuple[tuple[str, Parame
             spec = _spec(family, config, path, module, kind, finest)
             specs.append((spec.name, spec))
     adapter = adapter_of(config)
-    if adapter is None:
+    if adapter is not None:
+        specs = list(_adapted_specs(family, adapter, model, specs))
+    exempt: Sequence[str] | None = getattr(config, MUON, None)
+    if exempt is None:
         return tuple(specs)
-    return tuple(_adapted_specs(family, adapter, model, specs))
+    return tuple(_with_muon(dict(specs), tuple(f"{path}." for path in stacks), exempt))
+
+
+def _with_muon(
+    specs: Mapping[str, ParameterSpec], stacks: tuple[str, ...], exempt: Sequence[str]
+) -> Iterator[tuple[str, ParameterSpec]]:
+    """Yield the specs, with those marked that Muon updates.
+
+    They are the trained matrices of blocks and of each expert; neither norms and biases nor what
+    matches a pattern of `exempt`. stacks: beginnings of the names of stacks.
+    """
+    by_adamw = match_parameters("training.muon_exempt", exempt, specs)
+    for name, spec in specs.items():
+        num_dims = 3 if name.startswith(stacks) else 2
+        is_matrix = spec.layer >= 0 and len(spec.shape) == num_dims and not spec.is_norm_or_bias
+        yield name, replace(spec, uses_muon=is_matrix and spec.trainable and name not in by_adamw)
 
 
 def _adapted_specs(

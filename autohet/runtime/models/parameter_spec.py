@@ -1,7 +1,9 @@
 """Parameters of the whole model, and the units into which tensor parallelism cuts them."""
 
+import difflib
+import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,9 @@ EMBEDDING = -1
 HEAD = -2
 WHOLE = TensorShare(0, 1, 1)
 """Share of the only worker of a stage."""
+
+MUON = "autohet_muon"
+"""Attribute of a config: `training.muon_exempt` of a job whose optimizer is Muon; absent else."""
 
 PADDED = "padded_vocab_size"
 """Attribute of a config: rows of embedding and head with padding; absent without padding."""
@@ -81,6 +86,8 @@ class ParameterSpec:
     is_token_count: bool = False
     is_quantized: bool = False
     held_dtype: torch.dtype | None = None
+    uses_muon: bool = False
+    """True if Muon updates it: a matrix, or a stack [experts, out, in] of one for each expert."""
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype to compute in; `dtype`: that of other parameters."""
@@ -102,6 +109,25 @@ _NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?
 def is_norm_or_bias(module: nn.Module, name: str) -> bool:
     """Return True if `transformers.Trainer` exempts this parameter from weight decay."""
     return isinstance(module, nn.LayerNorm) or bool(_NORM_OR_BIAS.search(name.lower()))
+
+
+def match_parameters(key: str, patterns: Sequence[str], names: Collection[str]) -> frozenset[str]:
+    """Return the parameter names that match patterns of the job's key `key`.
+
+    Raises:
+        ConfigError: a pattern matches no parameter.
+    """
+    matched: set[str] = set()
+    for pattern in patterns:
+        found = fnmatch.filter(names, pattern)
+        if not found:
+            nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"{key} holds {pattern!r}, which matches no parameter; the nearest is"
+                f" {nearest[0]!r}, and * stands for any part of a name"
+            )
+        matched.update(found)
+    return frozenset(matched)
 
 
 def local_shape(spec: ParameterSpec, units: Sequence[int]) -> tuple[int, ...]:

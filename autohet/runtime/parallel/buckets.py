@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from autohet.runtime.facts.layout import held_units, unit_holders, unit_owners
+from autohet.runtime.groups import GenerationGroups, Group
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec, local_shape
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.parallel.place import place_of
@@ -68,13 +69,16 @@ class GradientBuffer:
     """Pieces with the same holders, in the order in which backward passes complete them.
 
     `owner`: the only worker that keeps their masters and moments; None: each holder keeps them.
-    `counts`: the worker that counts them in the global norm, which is the owner or the first
+    `receiver`: the holder to which the sums for the owner go: the owner itself, or another rank of
+    its stage where the owner of a whole matrix does not compute with this part; None without an
+    owner. `counts`: the worker that counts them in the global norm, which is the owner or the first
     holder. `is_token_count`: the sums are numbers of tokens by expert, no gradients, and are in no
     norm.
     """
 
     holders: tuple[str, ...]
     owner: str | None
+    receiver: str | None
     pieces: tuple[ParameterPiece, ...]
     is_token_count: bool = False
 
@@ -88,7 +92,7 @@ class GradientBuffer:
 
     def keeps_state(self, worker: str) -> bool:
         """Return True if a worker keeps masters and moments of this buffer."""
-        return worker in self.holders and self.owner in (None, worker)
+        return worker == self.owner or (self.owner is None and worker in self.holders)
 
 
 @dataclass(frozen=True)
@@ -138,10 +142,13 @@ def plan_buffers(plan: Plan, config: PreTrainedConfig) -> tuple[GradientBuffer, 
             shape = local_shape(spec, units)
             before.append(ParameterPiece(name, tuple(units), shape, offset, order))
 
-    buffers = [
-        GradientBuffer(held, owner, tuple(of_buffer), is_token_count)
-        for (held, owner, is_token_count), of_buffer in pieces.items()
-    ]
+    group_of = {worker: stage.workers for stage in plan.stages for worker in stage.workers}
+    buffers = []
+    for (held, owner, is_token_count), of_buffer in pieces.items():
+        receiver = owner
+        if owner is not None and owner not in held:
+            receiver = min(set(held).intersection(group_of[owner]))
+        buffers.append(GradientBuffer(held, owner, receiver, tuple(of_buffer), is_token_count))
     return tuple(buffers)
 
 
@@ -245,6 +252,8 @@ class LocalBuffers:
         assert place is not None, f"{me} is not in the plan"
         self.me = me
         self.share = place.share
+        self.ranks = place.stage.workers
+        """Workers of its stage."""
         self.cuts_sequence = place.stage.sequence_parallel
         self.buffers = plan_buffers(plan, config)
         self.members = groups_by_holders(plan, config, self.buffers, most_groups)
@@ -254,6 +263,10 @@ class LocalBuffers:
             if worker == me:
                 self.units[name] = units
 
+        self.moved: dict[int, tuple[str, str]] = {}
+        """Receiver and owner by index of the buffers that this worker sends to another rank of its
+        stage or receives from it, in the order that all ranks have.
+        """
         held = []
         kept = []
         owned: dict[str, list[int]] = defaultdict(list)
@@ -264,8 +277,11 @@ class LocalBuffers:
                 kept.append(index)
                 for piece in buffer.pieces:
                     owned[piece.parameter] += piece.units
+            receiver, owner = buffer.receiver, buffer.owner
+            if receiver and owner and receiver != owner and me in (receiver, owner):
+                self.moved[index] = receiver, owner
         self.held = tuple(held)
-        """Indices of the buffers that it holds."""
+        """Indices of the buffers that it computes with."""
         self.kept = tuple(kept)
         """Indices of the buffers whose masters and moments it keeps."""
         self.owned: Mapping[str, tuple[int, ...]] = {
@@ -277,6 +293,10 @@ class LocalBuffers:
 
     def buffer_of(self, bucket: Bucket) -> GradientBuffer:
         return self.buffers[bucket.buffer]
+
+    def stage_group(self, groups: GenerationGroups) -> Group | None:
+        """Return the group of this worker's stage, which exists; None if nothing moves in it."""
+        return groups.group(self.ranks, "tensor") if self.moved else None
 
     def group_of(self, index: int) -> tuple[str, ...] | None:
         """Return the members of the group that sums a buffer; None if one worker holds it."""

@@ -25,9 +25,18 @@ IN_FLIGHT = 3
 
 @dataclass(frozen=True)
 class _Parcel:
-    """Adjacent pieces of one buffer, sent over its group in one broadcast."""
+    """Adjacent pieces of one buffer, sent over its group in one broadcast.
+
+    The owner of whole matrices sends those that it does not compute with to `receiver`, a rank of
+    its stage, over that `stage`'s group. None: this worker has no part in that. The receiver then
+    sends them to the other holders in `group`; None: there are no others.
+    """
 
     buffer: int
+    owner: str
+    receiver: str
+    stage: Group | None
+    group: Group | None
     pieces: tuple[ParameterPiece, ...]
 
     @property
@@ -89,15 +98,20 @@ class ComputeWeights:
 
         # All groups, in the order that all workers have.
         built = {members: groups.group(members) for members in local.groups}
-        self._parcels: list[tuple[_Parcel, Group]] = []
+        stage = local.stage_group(groups)
+        self._parcels: list[_Parcel] = []
         for index, buffer in enumerate(local.buffers):
             members = local.group_of(index)
             # A buffer without an owner is not sent: each holder keeps its masters.
-            if buffer.owner is None or members is None:
+            if buffer.owner is None or buffer.receiver is None:
                 continue
-            if local.me in members:
-                parcels = _parcels(index, buffer.pieces, BUCKET_BYTES)
-                self._parcels += [(parcel, built[members]) for parcel in parcels]
+            group = None if members is None else built.get(members)
+            moved_in = stage if index in local.moved else None
+            if group is not None or moved_in is not None or local.me == buffer.owner:
+                for pieces in _split(buffer.pieces, BUCKET_BYTES):
+                    self._parcels.append(
+                        _Parcel(index, buffer.owner, buffer.receiver, moved_in, group, pieces)
+                    )
         self.refresh()
 
     def _place_own(self, name: str) -> None:
@@ -147,20 +161,18 @@ class ComputeWeights:
         Every worker of the plan calls this, in the same state. Ended for the stream. It never
         writes to the masters, which a snapshot may be reading. Raises PeerLost, Interrupted.
         """
-        under_way: deque[tuple[_Parcel, Group, Tensor, Work | None]] = deque()
-        for parcel, group in self._parcels:
-            owner = self._local.buffers[parcel.buffer].owner
-            assert owner is not None
+        me = self._local.me
+        under_way: deque[tuple[_Parcel, Tensor, list[tuple[Group, Work | None]]]] = deque()
+        for parcel in self._parcels:
             # Pieces of one buffer are all token counts or none is, so one dtype serves them.
             first = parcel.pieces[0].parameter
             dtype = self._local.specs[first].compute_dtype(self._sent_dtype)
             # Zeros, since the padding between pieces is sent too.
             flat = torch.zeros(parcel.num_elements, dtype=dtype, device=self._device)
-            if owner == self._local.me:
+            if parcel.owner == me:
                 for piece, view in parcel.views(flat):
                     self._take(piece, view)
-            work = group.start_broadcast(flat, owner)
-            under_way.append((parcel, group, flat, work))
+            under_way.append((parcel, flat, list(self._start(parcel, flat))))
             while len(under_way) > IN_FLIGHT:
                 self._arrive(*under_way.popleft())
         while under_way:
@@ -181,8 +193,25 @@ class ComputeWeights:
         for run in self._local.runs(piece):
             run.view_in(tensor).copy_(run.view_in_piece(found))
 
-    def _arrive(self, parcel: _Parcel, group: Group, flat: Tensor, work: Work | None) -> None:
-        group.wait_on_stream(work)
+    def _start(self, parcel: _Parcel, flat: Tensor) -> Iterator[tuple[Group, Work | None]]:
+        """Start to send a parcel on its way; yield what must end before it has arrived."""
+        if parcel.stage is not None:
+            if parcel.owner == self._local.me:
+                work = parcel.stage.send(flat, parcel.receiver, parcel.buffer)
+            else:
+                work = parcel.stage.recv(flat, parcel.owner, parcel.buffer)
+            if parcel.group is None:
+                yield parcel.stage, work
+            else:
+                parcel.stage.wait_on_stream(work)
+        if parcel.group is not None:
+            yield parcel.group, parcel.group.start_broadcast(flat, parcel.receiver)
+
+    def _arrive(
+        self, parcel: _Parcel, flat: Tensor, works: Sequence[tuple[Group, Work | None]]
+    ) -> None:
+        for group, work in works:
+            group.wait_on_stream(work)
         # A group may have members that do not hold the buffer: they send and receive along.
         buffer = self._local.buffers[parcel.buffer]
         if self._local.me in buffer.holders:
@@ -192,9 +221,9 @@ class ComputeWeights:
                     self._put(piece, view)
 
 
-def _parcels(
-    index: int, pieces: tuple[ParameterPiece, ...], parcel_bytes: int
-) -> Iterator[_Parcel]:
+def _split(
+    pieces: tuple[ParameterPiece, ...], parcel_bytes: int
+) -> Iterator[tuple[ParameterPiece, ...]]:
     """Group pieces into parcels of at most `parcel_bytes`, with at least one piece each."""
     together: list[ParameterPiece] = []
     for piece in pieces:
@@ -202,8 +231,8 @@ def _parcels(
         if together:
             num_bytes = 4 * (piece.end - together[0].offset)
             if num_bytes > parcel_bytes:
-                yield _Parcel(index, tuple(together))
+                yield tuple(together)
                 together = []
         together.append(piece)
     if together:
-        yield _Parcel(index, tuple(together))
+        yield tuple(together)

@@ -91,7 +91,8 @@ class GradientSync:
         self._device = tensors[0].device if tensors else groups.device
 
         self.flats: dict[int, Tensor] = {}
-        for index in local.held:
+        # An owner of whole matrices also keeps sums of units that it does not compute with.
+        for index in sorted({*local.held, *local.kept}):
             size = local.buffers[index].num_elements
             self.flats[index] = torch.zeros(size, dtype=torch.float32, device=self._device)
 
@@ -99,6 +100,7 @@ class GradientSync:
         built = {members: groups.group(members) for members in local.groups}
         buckets = plan_buckets(local.buffers, bucket_bytes)
         self.buckets = tuple(bucket for bucket in buckets if self._takes_part(bucket))
+        self._stage = local.stage_group(groups)
         self._group_of: dict[int, Group | None] = {}
         for index in {bucket.buffer for bucket in self.buckets}:
             members = local.group_of(index)
@@ -147,9 +149,9 @@ class GradientSync:
         for number, bucket in enumerate(self.buckets):
             names: set[str] = set()
             parts: list[tuple[Tensor, float]] = []
-            flat = self.flats.get(bucket.buffer)
-            # None: this worker holds nothing of the bucket, and only joins its sum.
-            if flat is not None:
+            # A worker that holds nothing of the bucket only joins its sum.
+            if bucket.buffer in self.local.held:
+                flat = self.flats[bucket.buffer]
                 buffer = self.local.buffer_of(bucket)
                 for piece in bucket.pieces_in(buffer):
                     names.add(piece.parameter)
@@ -233,18 +235,18 @@ class GradientSync:
         if group is None:
             self._works.append(None)
             return
-        flat = self.flats.get(bucket.buffer)
-        if flat is not None:
-            given = flat[bucket.start : bucket.stop]
+        is_held = bucket.buffer in self.local.held
+        if is_held:
+            given = self.flats[bucket.buffer][bucket.start : bucket.stop]
         else:
             # The group serves several sets of holders: give zeros to a bucket of others.
             given = torch.zeros(bucket.stop - bucket.start, device=self._device)
-        owner = self.local.buffer_of(bucket).owner
-        if owner is None:
+        receiver = self.local.buffer_of(bucket).receiver
+        if receiver is None:
             work = group.start_all_reduce(given)
         else:
-            work = group.start_reduce(given, owner)
-        if flat is None:
+            work = group.start_reduce(given, receiver)
+        if not is_held:
             # The zeros must live until the stream has sent them, and no longer.
             group.wait_on_stream(work)
             work = None
@@ -266,12 +268,31 @@ class GradientSync:
             if group is not None:
                 group.wait_on_stream(work)
         self._works = [None] * len(self.buckets)
+        self._bring_to_owners()
         counted = []
         for index, flat in self.flats.items():
             buffer = self.local.buffers[index]
             if buffer.counts == self.local.me and not buffer.is_token_count:
                 counted.append(flat)
         return squared_norm(counted, self._device)
+
+    def _bring_to_owners(self) -> None:
+        """Send sums that another rank of this stage owns, and receive those that this one owns.
+
+        All ranks go through the buffers in one order, so none waits for one that waits for it.
+        """
+        group = self._stage
+        if group is None:
+            return
+        sent = []
+        for index, (receiver, owner) in self.local.moved.items():
+            flat = self.flats[index]
+            if self.local.me == receiver:
+                sent.append(group.send(flat, owner, index))
+            else:
+                group.wait_on_stream(group.recv(flat, receiver, index))
+        for work in sent:
+            group.wait_on_stream(work)
 
 
 def _part(flat: Tensor, bucket: Bucket, piece: ParameterPiece) -> Tensor:

@@ -1,4 +1,6 @@
-"""AdamW over flat masters and moments, in the order of the gradients' buffers.
+"""Optimizer over masters and moments that lie flat, in the order of the gradients' buffers.
+
+AdamW's do; those of matrices that Muon updates have tensors of their own.
 
 One fused call updates all whole parameters that decay, and one those that do not.
 
@@ -9,13 +11,14 @@ of one piece's size. An element gets the same bits in both cases: see `ALIGNMENT
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from autohet.runtime.facts.layout import STATE_KINDS, state_name
+from autohet.runtime.facts.layout import MUON_KINDS, STATE_KINDS, state_name
 from autohet.runtime.parallel.buckets import LocalBuffers, ParameterPiece, Run, runs_of
 from autohet.runtime.parallel.host_staging import HostStaging
 from autohet.runtime.state.optimizer import UpdateRule
@@ -65,11 +68,50 @@ class _Cut:
             for run in self.runs:
                 run.view_in(held).copy_(run.view_in_piece(shaped))
 
+    def copy_gradient(self, flats: Mapping[int, Tensor], into: Tensor) -> None:
+        """Copy the part's gradient to its place in that of the parameter."""
+        own = self.piece.view_in(flats[self.buffer])
+        for run in self.runs:
+            run.view_in(into).copy_(run.view_in_piece(own))
+
     def _reshape(self, flat: Tensor) -> Tensor:
         return flat[: self.piece.num_elements].view(self.piece.shape)
 
     def gradient(self, flats: Mapping[int, Tensor]) -> Tensor:
         return flats[self.buffer][self.piece.offset : self.piece.end]
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """Muon's matrices of one parameter: itself, or of a stack the experts that are owned here.
+
+    parts: all of the gradient.
+    """
+
+    parameter: str
+    parts: Sequence[_Cut]
+    decays: bool
+
+    def update(
+        self, state: Mapping[str, Tensor], flats: Mapping[int, Tensor], rule: UpdateRule
+    ) -> None:
+        """Update masters and momenta in place; a gradient in one piece is scaled there."""
+        master, momentum = (state[state_name(kind, self.parameter)] for kind in MUON_KINDS)
+        first = self.parts[0]
+        if first.piece.shape == master.shape:
+            gradient = first.piece.view_in(flats[first.buffer])
+        else:
+            gradient = torch.empty_like(master)
+            for part in self.parts:
+                part.copy_gradient(flats, gradient)
+        gradient.mul_(rule.factor)
+        own_rule = replace(rule, decays=self.decays)
+        own_rule.orthogonalize(*map(_matrices_of, (master, gradient, momentum)))
+
+
+def _matrices_of(tensor: Tensor) -> list[Tensor]:
+    """Return views of a matrix, or of each one of a stack."""
+    return list(tensor.view(-1, *tensor.shape[-2:]))
 
 
 class FlatOptimizer:
@@ -96,6 +138,7 @@ class FlatOptimizer:
         self._staging = staging
 
         self._cuts: list[_Cut] = []
+        parts: dict[str, list[_Cut]] = defaultdict(list)
         ranges: list[tuple[int, list[ParameterPiece]]] = []
         for index in local.kept:
             for whole, pieces in _by_wholeness(local, index):
@@ -105,7 +148,16 @@ class FlatOptimizer:
                 for piece in pieces:
                     name = piece.parameter
                     runs = runs_of(piece, local.specs[name], local.owned[name])
-                    self._cuts.append(_Cut(index, piece, runs))
+                    own = parts[name] if local.specs[name].uses_muon else self._cuts
+                    own.append(_Cut(index, piece, runs))
+
+        assert staging is None or not parts, "Muon has no update in host memory"
+        for kind, name in itertools.product(MUON_KINDS, parts):
+            held = state_name(kind, name)
+            self._state[held] = self._in_own_memory(self._state[held])
+        self._matrices = [
+            _Matrices(name, each, name not in self._undecayed) for name, each in parts.items()
+        ]
 
         # Kind by kind, not range by range: an old flat tensor is freed with its last view.
         by_kind = [self._lay_out(kind, ranges) for kind in STATE_KINDS]
@@ -185,6 +237,9 @@ class FlatOptimizer:
                 gradients = [each.gradient(flats) for each in alike]
                 self._apply(tensors, gradients, replace(rule, decays=decays))
 
+        for matrices in self._matrices:
+            matrices.update(self._state, flats, rule)
+
         for cut in self._cuts:
             taken = cut.take(self._state)
             own_rule = replace(rule, decays=self._decays(cut.piece))
@@ -222,10 +277,13 @@ def fused_update(
 
 
 def _by_wholeness(local: LocalBuffers, index: int) -> Iterator[tuple[bool, list[ParameterPiece]]]:
-    """Yield adjacent pieces of a buffer; True: each has all of its parameter that is held here."""
+    """Yield adjacent pieces of a buffer; True: AdamW updates each, and it is all that is held here
+    of its parameter.
+    """
 
     def is_whole(piece: ParameterPiece) -> bool:
-        return piece.units == local.owned[piece.parameter]
+        name = piece.parameter
+        return piece.units == local.owned[name] and not local.specs[name].uses_muon
 
     for whole, pieces in itertools.groupby(local.buffers[index].pieces, is_whole):
         yield whole, list(pieces)

@@ -1,10 +1,8 @@
-"""AdamW on fp32 masters, for parameters with weight decay and for those without.
+"""AdamW on fp32 masters, for parameters with weight decay and for those without, and Muon.
 
 The arithmetic is PyTorch's own.
 """
 
-import difflib
-import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +12,8 @@ from torch.optim.adamw import adamw
 
 from autohet.runtime.facts.layout import STATE_KINDS, state_name
 from autohet.runtime.job import TrainingSection
-from autohet.runtime.models.parameter_spec import ParameterSpec
-from autohet.runtime.step.learning_rate import learning_rate
-from planner.errors import ConfigError
+from autohet.runtime.models.parameter_spec import ParameterSpec, match_parameters
+from autohet.runtime.step.learning_rate import learning_rate, matrix_learning_rate
 
 
 def clip_factor(settings: TrainingSection, gradient_norm: float) -> float:
@@ -41,22 +38,12 @@ def parameters_without_decay(
         return frozenset()
     if settings.no_decay == "norms_and_biases":
         return frozenset(name for name, spec in specs.items() if spec.is_norm_or_bias)
-    exempt: set[str] = set()
-    for pattern in settings.no_decay:
-        found = fnmatch.filter(specs, pattern)
-        if not found:
-            nearest = difflib.get_close_matches(pattern, specs, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"training.no_decay holds {pattern!r}, which matches no parameter; the nearest is"
-                f" {nearest[0]!r}, and * stands for any part of a name"
-            )
-        exempt.update(found)
-    return frozenset(exempt)
+    return match_parameters("training.no_decay", settings.no_decay, specs)
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """AdamW's update of step `step`, for one group of parameters.
+    """Update of step `step`, for one group of parameters.
 
     factor: scale of the gradients (token weighting and clipping). decays: `training.weight_decay`
     applies to the group.
@@ -117,6 +104,29 @@ class UpdateRule:
             weight_decay=self.settings.weight_decay if self.decays else 0.0,
             eps=self.settings.eps,
             maximize=False,
+        )
+
+    @torch.no_grad()
+    def orthogonalize(
+        self, masters: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]
+    ) -> None:
+        """Update whole matrices and their momenta in place, by the step of `torch.optim.Muon`."""
+        # Imported here, so that a torch that moves this function ends no run of AdamW.
+        from torch.optim import _muon
+
+        _muon.muon(
+            masters,
+            gradients,
+            momenta,
+            lr=matrix_learning_rate(self.settings, self.step),
+            weight_decay=self.settings.weight_decay if self.decays else 0.0,
+            momentum=self.settings.muon_momentum,
+            nesterov=True,
+            ns_coefficients=(_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C),
+            ns_steps=_muon.DEFAULT_NS_STEPS,
+            eps=_muon.EPS,
+            adjust_lr_fn=self.settings.muon_adjust,
+            has_complex=False,
         )
 
 

@@ -90,13 +90,13 @@ class StateSource:
         whole = first_weights(self.job.model, self.config, names, self.job.training.seed)
         state: dict[str, Tensor] = {}
         for name, tensor in whole:
-            local = local_slice(
-                layout, state_name("param", name), units[state_name("param", name)], tensor
-            ).to(device)
-            for kind in STATE_KINDS:
-                state[state_name(kind, name)] = (
-                    local if kind == "param" else torch.zeros_like(local)
-                )
+            master = state_name("param", name)
+            local = local_slice(layout, master, units[master], tensor).to(device)
+            state[master] = local
+            for kind in STATE_KINDS[1:]:
+                # Muon's matrices have one moment.
+                if (moment := state_name(kind, name)) in units:
+                    state[moment] = torch.zeros_like(local)
         return state
 
 

@@ -21,6 +21,14 @@ def learning_rate(settings: TrainingSection, step: int) -> float:
     return settings.learning_rate * _factor(settings, step)
 
 
+def matrix_learning_rate(settings: TrainingSection, step: int) -> float:
+    """Return the learning rate of Muon's matrices at step `step`, before Muon adjusts it."""
+    highest = settings.muon_learning_rate
+    if highest is None:
+        highest = settings.learning_rate
+    return highest * _factor(settings, step)
+
+
 def follows_steps(settings: TrainingSection) -> bool:
     """Return True if another `training.steps` changes the rates of the steps before it."""
     return settings.decay_steps is None and settings.schedule not in ("constant", "inverse_sqrt")

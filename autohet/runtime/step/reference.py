@@ -1,4 +1,4 @@
-"""Reference training of a job in one process: the library's whole model and torch.optim.AdamW.
+"""Reference training of a job in one process: the library's whole model and torch's optimizers.
 
 Tests compare an undisturbed run with it. It shares with the trainer only what defines the job: the
 first weights, the sample order, the learning rate's formula.
@@ -26,7 +26,7 @@ from autohet.runtime.models.layers.pieces import piece_mask, positions_of
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
 from autohet.runtime.state.optimizer import parameters_without_decay
-from autohet.runtime.step.learning_rate import learning_rate
+from autohet.runtime.step.learning_rate import learning_rate, matrix_learning_rate
 
 Rows = Callable[[int, range], tuple[Tensor, Tensor]]
 Begins = Callable[[int, range], Tensor]
@@ -131,12 +131,13 @@ def train_reference(
     row is one piece.
     """
     optimizer = adamw(model, training)
+    muon = _ReferenceMuon(model, training)
     model.train()
     routers = _Routers(model)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(training, step)
-        optimizer.zero_grad()
+        model.zero_grad()
         tokens, targets = rows(step, range(training.global_batch_sequences))
         num_targets = int((targets >= 0).sum())
         # On the device, and read once: the host need not wait for each microbatch.
@@ -159,6 +160,7 @@ def train_reference(
             loss.backward()
         if training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
+        muon.step(matrix_learning_rate(training, step))
         optimizer.step()
         if training.router_balance == "bias":
             routers.move_biases(training.router_bias_speed)
@@ -166,13 +168,19 @@ def train_reference(
 
 
 def adamw(model: PreTrainedModel, training: TrainingSection) -> torch.optim.AdamW:
-    """Return the optimizer of a job, in two groups: with weight decay and without."""
+    """Return AdamW of a job, in two groups: with weight decay and without.
+
+    It has all parameters but those of Muon.
+    """
     specs = family_of(model.config).parameter_specs(model.config)
     undecayed = parameters_without_decay(training, specs)
     with_decay: list[Tensor] = []
     without_decay: list[Tensor] = []
     for name, tensor in model.named_parameters():
-        if _own_name(name) in undecayed:
+        own_name = _own_name(name)
+        if own_name in specs and specs[own_name].uses_muon:
+            continue
+        if own_name in undecayed:
             without_decay.append(tensor)
         else:
             with_decay.append(tensor)
@@ -189,6 +197,40 @@ def adamw(model: PreTrainedModel, training: TrainingSection) -> torch.optim.Adam
         weight_decay=training.weight_decay,
         fused=first.is_cuda or None,
     )
+
+
+class _ReferenceMuon:
+    """`torch.optim.Muon` over the matrices of a job; no-op unless its optimizer is Muon.
+
+    A stack of experts is one tensor of the library: each expert's matrix is a view of it.
+    """
+
+    def __init__(self, model: PreTrainedModel, training: TrainingSection) -> None:
+        specs = family_of(model.config).parameter_specs(model.config)
+        undecayed = parameters_without_decay(training, specs)
+        self._optimizers: list[tuple[Tensor, torch.optim.Muon]] = []
+        for name, tensor in model.named_parameters():
+            if name in specs and specs[name].uses_muon:
+                optimizer = torch.optim.Muon(
+                    list(_matrices_of(tensor.detach())),
+                    weight_decay=0.0 if name in undecayed else training.weight_decay,
+                    momentum=training.muon_momentum,
+                    adjust_lr_fn=training.muon_adjust,
+                )
+                self._optimizers.append((tensor, optimizer))
+
+    def step(self, rate: float) -> None:
+        for tensor, optimizer in self._optimizers:
+            (group,) = optimizer.param_groups
+            group["lr"] = rate
+            assert tensor.grad is not None
+            for matrix, own in zip(group["params"], _matrices_of(tensor.grad), strict=True):
+                matrix.grad = own
+            optimizer.step()
+
+
+def _matrices_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1, *tensor.shape[-2:])
 
 
 def isolation_inputs(begins: Tensor, device: torch.device) -> dict[str, Any]:

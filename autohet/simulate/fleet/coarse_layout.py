@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from autohet.runtime.facts.layout import STATE_KINDS, unit_elements
+from autohet.runtime.facts.layout import state_kinds, unit_elements
 from autohet.runtime.models.parameter_spec import ParameterSpec, local_units
 from autohet.runtime.models.registry import family_of, stage_parameter_names
 from planner.plans.plan import Plan, TensorShare
@@ -100,8 +100,8 @@ def _bundle(specs: list[ParameterSpec]) -> _Bundle:
     # Offset of each unit's first element, and the end of the last one.
     offsets = [0]
     for unit in range(like.num_units):
-        num_elements = sum(unit_elements(spec, unit) for spec in specs)
-        offsets.append(offsets[-1] + len(STATE_KINDS) * num_elements)
+        elements = [len(state_kinds(spec)) * unit_elements(spec, unit) for spec in specs]
+        offsets.append(offsets[-1] + sum(elements))
 
     shape = (offsets[-1],)
     if like.split_dim is None:

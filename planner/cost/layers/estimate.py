@@ -84,6 +84,19 @@ def estimate_update_s(
     return traffic / (device.memory_bytes_per_s * parameters.memory_efficiency)
 
 
+def estimate_muon_s(
+    gpu_type: str, layer: LayerSpec, tp_degree: int, parameters: CostParameters
+) -> float:
+    """Return seconds in which a worker orthogonalizes its part of a layer's matrices, in bf16.
+
+    They are counted FLOPs at the rate of matrix products that the device reaches; 0 without Muon.
+    """
+    if layer.matrices is None:
+        return 0.0
+    rates = device_rates(_device(gpu_type), "bf16", parameters)
+    return layer.matrices.flops / tp_degree / rates.matmul_flops
+
+
 def estimate_layer(
     tables: tuple[ProfileTable, ...],
     gpu_type: str,

@@ -24,6 +24,7 @@ from planner.cost.layers.curves import Curve, PointSplit, make_curve
 from planner.cost.layers.estimate import (
     Estimate,
     estimate_layer,
+    estimate_muon_s,
     estimate_update_s,
     is_measured,
     rates_of,
@@ -183,7 +184,10 @@ class EvenLayerTimes:
                 asked.gpu_type, asked.layer, asked.tp_degree, self.parameters
             )
             notes.append(f"optimizer of {asked.kind} on {asked.gpu_type}: from memory bandwidth")
-        return forward, backward, update
+        muon_s = estimate_muon_s(asked.gpu_type, asked.layer, asked.tp_degree, self.parameters)
+        if muon_s:
+            notes.append(f"Muon of {asked.kind} on {asked.gpu_type}: from FLOPs in bf16")
+        return forward, backward, update + muon_s
 
     def _update_at_other_degree_s(self, asked: LayerOnGroup) -> float | None:
         """Return the update's seconds from those measured at another TP degree, by parameters."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.cost.memory.stage_terms import sharing_of
-from planner.cost.memory.training_bytes import OPTIMIZER_BYTES
+from planner.cost.memory.training_bytes import optimizer_bytes_each
 from planner.inputs.cluster import GIB
 from planner.inputs.fleet import Fleet, NodeType, node_of
 from planner.plans.model_spec import ModelSpec
@@ -428,7 +428,7 @@ def by_node(
         copies_bytes = 0.0
         if kept.copies:
             # the copies of the other nodes' state, spread evenly
-            theirs = OPTIMIZER_BYTES * (all_alone - alone.scalars.get(node, 0.0))
+            theirs = optimizer_bytes_each(spec) * (all_alone - alone.scalars.get(node, 0.0))
             copies_bytes = COPY_ROUNDS * theirs / other_nodes
         found.append(
             HostMemory(

@@ -23,6 +23,7 @@ import numpy as np
 from planner.arrays import Floats
 from planner.cost.parameters import CostParameters
 from planner.plans.model_spec import EXPLICIT_SCORES, LayerSpec, ModelSpec
+from planner.plans.muon import MUON_STATE_BYTES, WORKSPACE_BYTES
 from planner.plans.plan import Recompute
 
 FP32_BYTES = 4
@@ -87,7 +88,9 @@ class MemoryTerms:
     compute with, if these are the masters. host_bytes: masters and moments in host memory, which
     are in none of the other fields. activation_bytes: kept for each microbatch in flight.
     peak_bytes: extra while the layer runs (logits and their gradient; recomputed activations of one
-    block; a weight's gradient of one microbatch).
+    block; a weight's gradient of one microbatch) or Muon updates its largest matrix. matrix_bytes:
+    what holders share out of Muon's matrices beside masters and momenta: gradients of parts that
+    other ranks compute with; negative for weights that are copies only where another owns them.
     """
 
     state_bytes: Floats
@@ -96,13 +99,14 @@ class MemoryTerms:
     activation_bytes: Floats
     peak_bytes: Floats
     host_bytes: Floats = field(default_factory=lambda: np.zeros(1))
+    matrix_bytes: Floats = field(default_factory=lambda: np.zeros(1))
 
     def saved_bytes(self, holders: int) -> Floats:
         """Return bytes of each layer that a worker saves if `holders` share out optimizer state.
 
         Zero if there is one holder.
         """
-        saved = (1.0 - 1.0 / holders) * self.optimizer_bytes
+        saved = (1.0 - 1.0 / holders) * (self.optimizer_bytes + self.matrix_bytes)
         if holders > 1:
             saved -= self.copy_bytes
         return saved
@@ -166,12 +170,47 @@ def memory_terms(
         # each holder has an fp32 copy of the gradients of its own part alone
         may_share += FLAT_BYTES
     frozen_bytes = (frozen - quantized) * _frozen_bytes(spec, dtype) + quantized * NF4_BYTES
-    return MemoryTerms(
+    terms = MemoryTerms(
         state_bytes=scalars * per_parameter + frozen_bytes,
         optimizer_bytes=scalars * min(may_share, per_parameter),
         copy_bytes=scalars * COPY_BYTES[dtype],
         activation_bytes=kept,
         peak_bytes=peak,
+    )
+    return _with_muon(terms, spec, on_rank) if spec.uses_muon else terms
+
+
+def optimizer_bytes_each(spec: ModelSpec) -> float:
+    """Return bytes of master and moments of a trained parameter, in the mean."""
+    by_muon = sum(block.matrices.parameters for block in spec.blocks if block.matrices)
+    saved_bytes = (OPTIMIZER_BYTES - MUON_STATE_BYTES) * by_muon
+    return OPTIMIZER_BYTES - saved_bytes / max(1, spec.parameters)
+
+
+def _with_muon(terms: MemoryTerms, spec: ModelSpec, on_rank: TokensOnRank) -> MemoryTerms:
+    """Return the terms with one moment of matrices, each whole on one rank."""
+    tp_degree = on_rank.tp_degree
+    held = np.zeros(len(spec.layers))
+    owned = np.zeros(len(spec.layers))
+    workspace = np.zeros(len(spec.layers))
+    for entry, layer in enumerate(spec.layers):
+        if layer.matrices is not None:
+            beside = layer.parameters - layer.matrices.parameters
+            held[entry] = layer.parameters_per_worker(tp_degree) - beside
+            owned[entry] = layer.matrices.parameters / tp_degree
+            workspace[entry] = WORKSPACE_BYTES * layer.matrices.largest
+    # A rank of several computes with copies of its part; alone in its stage with its own masters.
+    copies = COPY_BYTES[on_rank.dtype] * held
+    sums = FLAT_BYTES * owned * (1.0 - 1.0 / tp_degree)
+    is_cut = tp_degree > 1
+    optimizer = terms.optimizer_bytes - OPTIMIZER_BYTES * held + MUON_STATE_BYTES * owned
+    return replace(
+        terms,
+        state_bytes=terms.state_bytes - terms.optimizer_bytes + optimizer + is_cut * copies + sums,
+        optimizer_bytes=optimizer,
+        copy_bytes=terms.copy_bytes - copies,
+        matrix_bytes=sums if is_cut else -copies,
+        peak_bytes=np.maximum(terms.peak_bytes, workspace),
     )
 
 

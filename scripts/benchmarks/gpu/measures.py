@@ -110,7 +110,7 @@ def snapshots(machine: Machine) -> dict[str, Any]:
     """
     job = _snapshot_job(machine)
     rows = random_rows(job, machine.device)
-    layout = layout_of_plan(one_worker_plan(job), load_config(job.model))
+    layout = layout_of_plan(one_worker_plan(job), load_config(job.model, job.training))
     state_bytes = layout.bytes_of(WORKER)
     took: list[float] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
@@ -161,7 +161,7 @@ def _snapshot_job(machine: Machine) -> Job:
     It needs room for two steps' files, and for two of the way back.
     """
     job = sized_job(machine, "1B")
-    layout = layout_of_plan(one_worker_plan(job), load_config(job.model))
+    layout = layout_of_plan(one_worker_plan(job), load_config(job.model, job.training))
     room = shutil.disk_usage("/dev/shm").free
     if 4 * layout.bytes_of(WORKER) <= SHM_SHARE * room:
         return job
@@ -288,7 +288,7 @@ def _profile_rows(machine: Machine, job: Job) -> list[Measurement]:
     assert job.parallelism.microbatch_sequences is not None
     request = ProfileRequest(
         model=job.name,
-        config=load_config(job.model),
+        config=load_config(job.model, job.training),
         precision=job.training.precision,
         sequence_length=job.training.sequence_length,
         microbatches=(job.parallelism.microbatch_sequences,),

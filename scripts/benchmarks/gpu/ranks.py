@@ -125,7 +125,7 @@ def _train(me: str, device_type: str, port: int, job: Job) -> dict[str, Any]:
     share_gpu(os.environ, me)
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
     plan = _plan_of(job)
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     began = time.perf_counter()
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     groups = GenerationGroups(store, 0, me, device, GroupTimeouts(40.0, 60.0))

@@ -381,7 +381,7 @@ def measure(job: Job, num_workers: int) -> dict[str, Any]:
     """Return the figures of one size: of a node's death, of a notice, and of rest."""
     fleet = HostFleet(NODE)
     planning = BackgroundPlanning(planning_inputs(job))
-    orders = OrderBuilder(job, layout_builder(load_config(job.model)))
+    orders = OrderBuilder(job, layout_builder(load_config(job.model, job.training)))
     controller = Controller(job, fleet, planning, orders, EventLog(None))
     controller.memory.prepares = True
     controller.memory.cuts_over = True

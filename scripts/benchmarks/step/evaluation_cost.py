@@ -77,7 +77,7 @@ def measure(num_rows: int, rounds: int) -> dict[str, Any]:
     job = Job.from_document(
         {"model": {"config": MODEL}, "training": training, "parallelism": parallelism}
     )
-    config = load_config(job.model)
+    config = load_config(job.model, job.training)
     names = list(family_of(config).parameter_specs(config))
     model = reference_model(config, first_parameters(job, names, CPU))
     trainer = our_trainer(job, CPU)

@@ -69,4 +69,4 @@ def _is_intact(file: SnapshotFile, shard: ShardId) -> bool:
 
 def _shards(job: Job) -> frozenset[ShardId]:
     plan = Plan("exact", BATCH, 1, LENGTH, (Pipeline((Stage(0, LAYERS, ("one/0",)),), BATCH, 1),))
-    return layout_of_plan(plan, load_config(job.model)).shards
+    return layout_of_plan(plan, load_config(job.model, job.training)).shards

@@ -39,13 +39,19 @@ from planner.errors import ConfigError
 from planner.inputs.profile import ProfileKey
 from planner.strategies import STRATEGIES
 
+BATCH = {"global_batch_sequences": 8, "sequence_length": 16}
+
 
 def minimal(**sections: Any) -> dict[str, Any]:
     return {
         "model": {"config": {"model_type": "llama", "hidden_size": 8}},
-        "training": {"global_batch_sequences": 8, "sequence_length": 16},
+        "training": dict(BATCH),
         **sections,
     }
+
+
+def muon(**keys: Any) -> dict[str, Any]:
+    return minimal(training={**BATCH, "optimizer": "muon", **keys})
 
 
 def trainable(**sections: Any) -> dict[str, Any]:
@@ -183,6 +189,16 @@ def test_round_trip_and_pickle() -> None:
             ["data.source.split is 'test'", "no effect without a path hf://"],
         ),
         (minimal(name="a/b"), ["'a/b'"]),
+        (muon(offload="optimizer"), ["training.offload is optimizer", "leave offload out"]),
+        (muon(optimizer_sharding="off"), ["optimizer_sharding is off", "one owner each"]),
+        (muon(muon_momentum=1), ["training.muon_momentum is 1", "[0, 1)"]),
+        (minimal(training={**BATCH, "muon_adjust": "original"}), ["training.optimizer: muon"]),
+        (minimal(training={**BATCH, "optimizer": "adamw_torch"}), ["adamw_torch is adamw here"]),
+        ({**muon(), "parallelism": {"spmd": True}}, ["parallelism.spmd does not allow"]),
+        (
+            {**muon(), "parallelism": {"redundancy": 2}},
+            ["one owner each", "parallelism.redundancy"],
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_its_remedy(document: dict[str, Any], words: list[str]) -> None:
@@ -500,7 +516,7 @@ def test_other_libraries_names_lead_to_the_keys_here() -> None:
         "our own keys"
     )
     assert len(theirs - answered) < 60, "few of the libraries' names get no answer"
-    for name in ("optim", "hub_token", "deepspeed", "plot_loss", "bias"):
+    for name in ("optim_args", "hub_token", "deepspeed", "plot_loss", "bias"):
         reason = reason_without_key(name)
         document = trainable()
         document["training"][name] = 1
