@@ -223,7 +223,8 @@ class Worker:
         the report, since nobody reads this call's answer. An order of a generation that is over, or
         not newer than the present one, is dropped.
         """
-        self._next.await_outcome(order.generation, lambda: self._over >= order.generation)
+        if order.is_prepared and self.place.worker in order.plan.workers:
+            self._next.await_outcome(order.generation, lambda: self._over >= order.generation)
         with self._beginning:
             newest = max(self._over, self._report.generation)
             if order.generation <= newest:

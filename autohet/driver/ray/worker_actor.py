@@ -113,10 +113,12 @@ class WorkerActor(RunActor):
         return [found[generation] for generation in sorted(found)]
 
     def adopt(self, driver: ReportAddress) -> None:
-        super().adopt(driver)
+        self._fence.admit(driver.epoch)
         if self._worker is not None:
-            # The next driver gives the number of what is prepared to another generation.
+            # The next driver gives the number of what is prepared to another generation, once it
+            # has a report of this worker.
             self._worker._next.drop()
+        super().adopt(driver)
 
     def order(self, generation: int) -> GenerationOrder | None:
         """Return the order of a generation for this worker, if it knows it, without transfers."""

@@ -23,6 +23,7 @@ from autohet.driver.ray.workers import RayWorkers, WorkerSettings
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder
 from planner.inputs.cluster import Cluster
+from recovery.checkpoint.epoch import require_epoch
 from recovery.state.ancestry import Descent
 
 CALM_GATHER_S = 0.05
@@ -64,7 +65,7 @@ class RayWorkforce:
         self.node_agents = RayNodeAgents(
             self.observer, self.charge, settings.record, outlives=settings.outlives
         )
-        self.autoscaler = RayAutoscaler(self.observer)
+        self.autoscaler = RayAutoscaler(self.observer, self.charge)
         self.rehearsal: Callable[[Rehearse], None] | None = None
         """Function that makes scripted events happen."""
         self._durable = durable
@@ -77,8 +78,13 @@ class RayWorkforce:
 
         restart: a parent has started this driver again, so that a stop which was asked for still
         counts. Returns the orders of the generations that living workers know, oldest first.
+
+        Raises:
+            Replaced: a later driver has taken over meanwhile.
         """
         observer = self.observer
+        # This driver may have stood still since it claimed the epoch.
+        require_epoch(self._durable.storage, epoch)
         self.charge.take(epoch)
         observer.calls.epoch = epoch
         observer.agent_reports.epoch = epoch
@@ -150,7 +156,8 @@ class RayWorkforce:
         for worker, answer in observer.worker_reports.answers.items():
             if answer.heard_at is not None:
                 silence[worker] = round(now - answer.heard_at, 1)
-        ray_cluster.publish_status(observer.job.name, {**status, "silence_s": silence})
+        if self.charge.is_mine:
+            ray_cluster.publish_status(observer.job.name, {**status, "silence_s": silence})
 
     def close(self, *, forget_snapshots: bool = False, at_once: bool = False) -> None:
         """End every actor of the job and the rendezvous store.
