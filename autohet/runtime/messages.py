@@ -528,7 +528,7 @@ class WorkerReport:
     error: str | None = None
     unfit: bool = False
     has_faulty_device: bool = False
-    """True if the worker is unfit since its device computes wrongly."""
+    """True if the worker's device was found to compute wrongly."""
     first_step_at: float | None = None
     whole: bool = True
     rolled: RollForwardOutcome | None = None

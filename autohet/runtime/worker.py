@@ -91,7 +91,8 @@ class Worker:
         if job.emulation is None and place.gpu_type != "CPU":
             expected_gpu = place.gpu_type
         self.device = choose_device(job.training.device, compute, expected_gpu)
-        check_products(self.device, COMPUTE_DTYPES[compute])
+        self.dtype = COMPUTE_DTYPES[compute]
+        check_products(self.device, self.dtype)
         self.config = load_config(job.model)
         dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
         dataset.check(

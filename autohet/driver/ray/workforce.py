@@ -23,6 +23,7 @@ from autohet.driver.ray.workers import RayWorkers, WorkerSettings
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder
 from planner.inputs.cluster import Cluster
+from planner.inputs.fleet import node_of
 from recovery.checkpoint.epoch import require_epoch
 from recovery.state.ancestry import Descent
 
@@ -70,6 +71,8 @@ class RayWorkforce:
         """Function that makes scripted events happen."""
         self._durable = durable
         self._waited_at = -math.inf
+        self._num_xids: dict[str, int] = {}
+        """Number of Xid errors by node after which its workers were told to check."""
         self._stops = False
         """True once the actors know that the job is being stopped."""
 
@@ -125,7 +128,18 @@ class RayWorkforce:
             self._stops = True
             for handle in (*observer.workers.values(), *observer.agents.values()):
                 handle.command.remote(self.charge.epoch, "expect_stop")
+        self._check_devices()
         return observer.observe()
+
+    def _check_devices(self) -> None:
+        """Have the workers of each node with a new Xid error check their devices."""
+        for node, answer in self.observer.agent_reports.answers.items():
+            num_xids = 0 if answer.value is None else answer.value.num_xids
+            if num_xids > self._num_xids.get(node, 0):
+                for worker, handle in self.observer.workers.items():
+                    if node_of(worker) == node:
+                        handle.command.remote(self.charge.epoch, "check_device")
+            self._num_xids[node] = num_xids
 
     def request_inventories(self) -> None:
         observer = self.observer

@@ -9,8 +9,9 @@ Each seed is one job of the exact model under `autohet train` on four nodes of f
 GCS keeps its tables in RocksDB, or with --redis in the Redis server that this program starts. What
 is struck: `driver`, the child that its parent starts again; `submission`, parent and child,
 submitted again; `gcs`, killed and started again some seconds later; `both`, GCS and driver; `head`,
-GCS, submission and the head's raylet, which comes back as another node. A node that dies comes back
-under its name. Some strikes come before the run has recovered from the one before.
+GCS, submission and the head's raylet, which comes back as another node; `frozen`, the submission
+stands still until another one has taken over, and wakes. A node that dies comes back under its
+name. Some strikes come before the run has recovered from the one before.
 
 In the end the job is stopped by SIGTERM. Wrong is: an end before that, a step without a loss or
 with another loss than in one undisturbed process, a step with two events, a step lost, a last
@@ -31,14 +32,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from autohet.driver.emulated import fleet as emulated_fleet
 from autohet.driver.emulated.fleet import HEALTH_CHECKS
 from autohet.driver.ray import cluster as ray_cluster
 from scripts.benchmarks.provenance import provenance
@@ -52,7 +55,7 @@ from tests.harness.waits import HANG_S, wait_until
 from tests.harness.warm_ray import warm_ray_workers
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/headless_strikes.json"
-STRUCK = ("driver", "submission", "gcs", "both", "head")
+STRUCK = ("driver", "submission", "gcs", "both", "head", "frozen")
 DEATHS = (None, None, "worker", "node")
 STEPS = 100_000
 """Steps of a job: more than it reaches before it is stopped."""
@@ -60,6 +63,10 @@ PAUSE_S = 0.15
 RECOVERY_S = 300.0
 """Seconds for the whole fleet to train again after a strike."""
 CALM_STEPS = 8
+TRIES = 4
+"""Further tries to start a Ray node on a busy machine."""
+START_S = 60.0
+"""Seconds for a raylet to register."""
 BACK_S = 1.0
 """Seconds after a gap until a node is back that has died in it."""
 RAY = {
@@ -178,19 +185,25 @@ class StruckJob:
         if strike.struck in ("submission", "head"):
             os.killpg(self.driver.pid, signal.SIGKILL)
             self.driver.wait()
+        frozen = self.driver
+        if strike.struck == "frozen":
+            os.killpg(frozen.pid, signal.SIGSTOP)
         time.sleep(strike.death_s)
         self.let_die(strike)
         time.sleep(max(0.0, began + strike.gap_s - time.monotonic()))
         if strike.struck in ("gcs", "both", "head"):
             head.start_gcs_server()
         if strike.struck == "head":
-            self.heads.append(self.fleet.cluster.add_node(wait=False, num_cpus=2, num_gpus=0))
-        if strike.struck in ("submission", "head"):
+            add_node = self.fleet.cluster.add_node
+            self.heads.append(start_patiently(lambda: add_node(num_cpus=2, num_gpus=0)))
+        if strike.struck in ("submission", "head", "frozen"):
             self.submit()
+        if strike.struck == "frozen":
+            self.wake(frozen)
         if strike.death == "node":
             time.sleep(BACK_S)
             self.fleet.has(strike.victim)
-            self.fleet.start_node(strike.victim)
+            start_patiently(lambda: self.fleet.start_node(strike.victim))
         return {
             "struck": strike.struck,
             "death": strike.death,
@@ -199,6 +212,18 @@ class StruckJob:
             "victim": strike.victim,
             "step": step,
         }
+
+    def wake(self, frozen: subprocess.Popen[bytes]) -> None:
+        """Wake a driver once another one is in charge; it ends, since it has been replaced."""
+        before = self.num_started()
+        wait_until(lambda: self.num_started() > before, "another driver in charge", HANG_S)
+        os.killpg(frozen.pid, signal.SIGCONT)
+        frozen.wait(RECOVERY_S)
+        log = (self.root / "driver.log").read_text()
+        assert "has taken the job over" in log, f"it ended with {frozen.returncode}"
+
+    def num_started(self) -> int:
+        return sum(event["kind"] == "started" for event in self.events())
 
     def let_die(self, strike: Strike) -> None:
         """Kill one worker, or the processes of one node."""
@@ -238,6 +263,15 @@ class StruckJob:
 def num_workers(plan: dict[str, Any] | None) -> int:
     pipelines = [] if plan is None else plan["pipelines"]
     return sum(len(stage["workers"]) for each in pipelines for stage in each["stages"])
+
+
+def start_patiently(start: Callable[[], Any]) -> Any:
+    """Start Ray's processes; try again where a raylet ends, since its agent is slow to start."""
+    for _ in range(TRIES):
+        # Ray raises a bare Exception.
+        with suppress(Exception):
+            return start()
+    return start()
 
 
 def children_of(process_id: int) -> list[int]:
@@ -302,18 +336,24 @@ def strike_job(
     sections = {"training": training, "checkpoint": checkpoint, "elastic": elastic}
     job = exact_job(root, root, memory_directory(root), **sections)
     (root / "job.yaml").write_text(yaml.safe_dump(job.to_document()))
-    fleet = RayNodes(cluster_of_nodes(), head_arguments={"gcs_server_port": free_port()})
+    fleet = RayNodes(cluster_of_nodes())
+    session = ray_cluster.private_session()
     rows: list[dict[str, Any]] = []
     wrong: list[str] = []
     with ExitStack() as stack:
         os.environ.update(RAY | stack.enter_context(surviving_store(root, redis)))
         stack.callback(fleet.close)
-        struck = StruckJob(root, fleet, fleet.start({}))
+
+        def start_head() -> str:
+            fleet.head_arguments = {"gcs_server_port": free_port(), "session_name": session}
+            return fleet.start({})
+
+        struck = StruckJob(root, fleet, start_patiently(start_head))
         stack.callback(struck.end)
         assert fleet.cluster is not None
         struck.heads.append(fleet.cluster.head_node)
         for name in NODES:
-            fleet.start_node(name)
+            start_patiently(partial(fleet.start_node, name))
         struck.submit()
         try:
             struck.await_recovery(0, HANG_S)
@@ -355,7 +395,7 @@ def wrong_of(struck: StruckJob, storage: str) -> list[str]:
     for event in events:
         if event["kind"] == "restore" and event["steps_lost"]:
             wrong.append(f"{event['steps_lost']} steps lost ({event['cause']})")
-        if event["kind"] == "failed":
+        if event["kind"] == "failed" and "has taken the job over" not in event["reason"]:
             wrong.append(f"failed: {event['reason']}")
     shards = differing_shards(storage, reference, history_of(events))
     if shards:
@@ -368,6 +408,7 @@ def main() -> int:
     jobs = json.loads(options.json.read_text())["jobs"] if options.append else []
     until = time.monotonic() + 60 * options.minutes
     ray_cluster.quieten()
+    emulated_fleet.START_S = START_S
     broken = False
     with warm_ray_workers(), owned_memory(), tempfile.TemporaryDirectory() as directory:
         for seed in (int(seed) for seed in options.seeds.split(",")):
