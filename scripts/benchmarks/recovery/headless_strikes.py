@@ -333,7 +333,7 @@ def strike_job(
     training = {"steps": STEPS, "decay_steps": STEPS}
     checkpoint = {"every_steps": 40, "keep": 3}
     elastic = {"notice_sources": ["ray"]}
-    sections = {"training": training, "checkpoint": checkpoint, "elastic": elastic}
+    sections: dict[str, Any] = {"training": training, "checkpoint": checkpoint, "elastic": elastic}
     job = exact_job(root, root, memory_directory(root), **sections)
     (root / "job.yaml").write_text(yaml.safe_dump(job.to_document()))
     fleet = RayNodes(cluster_of_nodes())
@@ -345,7 +345,9 @@ def strike_job(
         stack.callback(fleet.close)
 
         def start_head() -> str:
-            fleet.head_arguments = {"gcs_server_port": free_port(), "session_name": session}
+            store = {"redis_address": os.environ["RAY_REDIS_ADDRESS"]} if redis else {}
+            names = {"gcs_server_port": free_port(), "session_name": session}
+            fleet.head_arguments = names | store
             return fleet.start({})
 
         struck = StruckJob(root, fleet, start_patiently(start_head))
