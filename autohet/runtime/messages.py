@@ -182,6 +182,8 @@ class GenerationOrder:
     It begins after the vote of step `start_step - 1` if all workers of the other are ready then,
     else never. All participants have prepared it.
     """
+    is_prepared: bool = False
+    """True if the plan's workers are ordered to prepare it; either order may arrive first."""
 
     def continues(self, generation: int) -> bool:
         """Return True if the state of `generation` at `start_step` is of this order's history."""
@@ -526,7 +528,7 @@ class WorkerReport:
     error: str | None = None
     unfit: bool = False
     has_faulty_device: bool = False
-    """True if the worker is unfit since its device computes wrongly."""
+    """True if the worker's device was found to compute wrongly."""
     first_step_at: float | None = None
     whole: bool = True
     rolled: RollForwardOutcome | None = None

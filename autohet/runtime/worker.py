@@ -91,7 +91,8 @@ class Worker:
         if job.emulation is None and place.gpu_type != "CPU":
             expected_gpu = place.gpu_type
         self.device = choose_device(job.training.device, compute, expected_gpu)
-        check_products(self.device, COMPUTE_DTYPES[compute])
+        self.dtype = COMPUTE_DTYPES[compute]
+        check_products(self.device, self.dtype)
         self.config = load_config(job.model, job.training)
         dataset = prepare_dataset(job.require_training(), job.training.sequence_length)
         dataset.check(
@@ -223,7 +224,8 @@ class Worker:
         the report, since nobody reads this call's answer. An order of a generation that is over, or
         not newer than the present one, is dropped.
         """
-        self._next.await_outcome(order.generation, lambda: self._over >= order.generation)
+        if order.is_prepared and self.place.worker in order.plan.workers:
+            self._next.await_outcome(order.generation, lambda: self._over >= order.generation)
         with self._beginning:
             newest = max(self._over, self._report.generation)
             if order.generation <= newest:

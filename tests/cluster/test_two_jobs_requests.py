@@ -20,8 +20,12 @@ OTHER_JOB = """
 import sys, time, ray
 from autohet.driver.ray.requests.broker import put_request
 ray.init(address=sys.argv[1], log_to_driver=False)
-put_request([{"CPU": 0.5}] * 2, [{}, {}])
+put_request([{"CPU": 0.5}] * 2, [{}, {}], "run", True)
 print("asked", flush=True)
+input()
+put_request([{"CPU": 0.5}] * 7, [{}] * 7, "run")
+put_request((), (), "run")
+print("asked again", flush=True)
 time.sleep(600)
 """
 
@@ -39,17 +43,26 @@ def test_requests_of_two_jobs_add_up_and_a_killed_jobs_is_withdrawn(tmp_path: Pa
         wait_until(lambda: num_requested() == 3)
         address = ray.get_runtime_context().gcs_address
         command = [sys.executable, "-c", OTHER_JOB, address]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
             try:
                 assert other.stdout is not None
                 assert other.stdout.readline() == "asked\n"
                 assert num_requested() == 5
                 put_request([{"CPU": 0.5}], [{}])
                 assert num_requested() == 3
+                # This driver takes the other's run over, which only stood still and wakes.
+                put_request([{"CPU": 0.5}] * 4, [{}] * 4, "run", True)
+                assert num_requested() == 4
+                assert other.stdin is not None
+                other.stdin.write("\n")
+                other.stdin.flush()
+                assert other.stdout.readline() == "asked again\n"
+                assert num_requested() == 4
             finally:
                 other.kill()
-        wait_until(lambda: num_requested() == 1)
-        put_request((), ())
+        wait_until(lambda: num_requested() == 4)
+        put_request((), (), "run")
         assert num_requested() == 0
 
 

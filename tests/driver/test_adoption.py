@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autohet.control.job_state import Inherited, Training
+from autohet.control.job_state import Adopting, Inherited, Training
 from autohet.control.ledger.ledger import ToldSteps
 from autohet.control.states.waiting import inherit
 from autohet.control.values.actions import (
@@ -153,6 +153,26 @@ def test_where_not_all_train_the_living_processes_are_planned_on_anew(
     assert after.ended.ok
     assert causes(after)[:1] == cause
     assert min(after.memory.ledger.records) >= 5, "no step is run again"
+
+
+def test_a_repair_waits_for_the_agents_of_the_living(done: list[Action]) -> None:
+    """Wrong: it is planned for the one node whose agent the driver has heard first."""
+    before, workforce = make()
+    run(before, trained(before, 5))
+    die(workforce, before.memory.members[-1])
+    done.clear()
+    after = adopt(before, workforce)
+    alive = set(workforce.processes)
+    heard = dict(workforce.nodes)
+    for name in list(heard)[1:]:
+        workforce.nodes[name] = replace(heard[name], endpoint=None)
+    for _ in range(5):
+        after.tick()
+        assert isinstance(after.state, Adopting)
+    workforce.nodes.update(heard)
+    run(after, trained(after, 6))
+    first = next(action for action in done if isinstance(action, Begin))
+    assert alive <= set(first.orders)
 
 
 def test_a_stop_that_came_while_no_driver_was_there_stops_it() -> None:

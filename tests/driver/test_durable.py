@@ -17,11 +17,14 @@ import pytest
 from autohet.control.ledger.ledger import Ledger
 from autohet.control.values.effects import Round
 from autohet.control.values.observation import Observation
+from autohet.driver.checkpoints import durable
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
+from autohet.driver.checkpoints.spending import Spending, read_spending, store_spending
 from autohet.driver.job.run_storage import CheckpointScalars
 from autohet.runtime.messages import EVALUATIONS
-from recovery.checkpoint.commit import list_checkpoints, open_checkpoint
+from recovery.checkpoint.commit import commit_checkpoint, list_checkpoints, open_checkpoint
+from recovery.checkpoint.epoch import claim_epoch
 from recovery.checkpoint.journal import read_ancestry
 from recovery.checkpoint.read import verify
 from recovery.state.ancestry import Descent
@@ -75,6 +78,29 @@ def test_the_best_checkpoints_stay_by_the_losses_that_are_known(tmp_path):
     durable.close()
     storage = open_storage(str(tmp_path))
     assert [info.step for info in list_checkpoints(storage)] == [4, 16, 24]
+
+
+def test_a_driver_that_is_replaced_while_it_commits_removes_nothing(tmp_path, monkeypatch):
+    """It stands still before it applies its retention: the next one keeps other steps."""
+    directory, layout = open_storage(str(tmp_path)), two_worker_layout(state_specs())
+    old = Durable(directory, RunFacts("job", {}, {}), Retention(1), lease_s=60.0)
+    old.take_lease()
+
+    def commit_and_stand_still(*arguments, **named):
+        manifest = commit_checkpoint(*arguments, **named)
+        if manifest.step == 12:
+            claim_epoch(directory, "next")
+        return manifest
+
+    monkeypatch.setattr(durable, "commit_checkpoint", commit_and_stand_still)
+    for step in (4, 8, 12):
+        receipts = write_all(directory, step, layout, full_state(layout.tensors))
+        old.commit(step, 1, layout, receipts)
+    old.work_pool.submit(store_spending, directory, Spending(0.0, 0.0), old.epoch).result()
+    assert [info.step for info in list_checkpoints(directory)] == [8, 12]
+    assert read_spending(directory) is None
+    assert "next" in str(old.state().superseded)
+    old.close()
 
 
 def test_losses_lie_beside_the_checkpoints_and_a_driver_goes_on_with_them(tmp_path):

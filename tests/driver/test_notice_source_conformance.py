@@ -279,7 +279,10 @@ def test_errors_of_before_condemn_no_card_and_new_ones_do() -> None:
     fake.ecc = [7, None]
     with installed(fake):
         health = GpuHealth()
-        assert health.look() == []
+        fake.events += [13, 79, 94]
+        assert [sign.text for sign in health.look()] == ["Xid 79, the GPU has fallen off the bus"]
+        assert health.num_xids == 2, "those of programs, and corrected ones"
+        health._failed.clear()
         fake.ecc[0] = 8
         assert [(sign.text, sign.risk) for sign in health.look()] == [
             ("GPU 0 has uncorrectable ECC errors", False)

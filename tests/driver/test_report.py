@@ -5,12 +5,15 @@ that it is.
 import json
 import logging
 import re
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from autohet.cli.main import main
 from autohet.cli.status import describe_job
 from autohet.driver.events.event_log import EventLog
+from autohet.driver.job import status as status_module
 from autohet.driver.job.status import SILENT_S, with_liveness
 from autohet.driver.report.chart import chart, round_values
 from autohet.driver.report.events import fleet_over_time, kept_steps, last_run, read_events
@@ -210,6 +213,21 @@ def test_half_a_line_of_a_killed_driver_costs_no_event_of_the_next_one(tmp_path)
         file.write("{\n" + json.dumps(step(104.0, 3, 1.0)) + "\n")
     with pytest.raises(ConfigError, match="line 9 of"):
         read_events(path)
+
+
+def test_the_next_driver_s_clock_may_be_hours_behind(tmp_path):
+    """Wrong: the run ends before it began, and there is no page."""
+    events = run_events()
+    steps = [event["time"] for event in events]
+    for event in events[4:]:
+        event["time"] -= 7200.0
+    path = write_events(tmp_path / "events.jsonl", events)
+    moved = [event["time"] for event in read_events(path)]
+    assert moved[:4] == steps[:4]
+    for before, after, was in zip(moved[4:], moved[5:], pairwise(steps[4:]), strict=False):
+        assert after - before == pytest.approx(was[1] - was[0])
+    assert moved == sorted(moved)
+    write_report(path)
 
 
 def started(time, restart=False):
@@ -464,6 +482,25 @@ def test_a_status_says_how_old_it_is(state, published_at, now, liveness, text):
     status = with_liveness({**STATUS, "state": state, "published_at": published_at}, now)
     assert status["liveness"] == liveness
     assert text in describe_job("toy", status)
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 7200.0, -7200.0])
+@pytest.mark.parametrize("lives", [True, False])
+def test_the_clock_of_a_driver_elsewhere_does_not_decide_whether_it_lives(
+    monkeypatch, ahead_s, lives
+):
+    """Wrong: one that is dead counts as alive for hours, one that lives as silent."""
+    at = [100.0 + ahead_s - 60.0 * (not lives)]
+    monkeypatch.setattr(status_module, "time", SimpleNamespace(time=lambda: 100.0, sleep=at.append))
+    monkeypatch.setattr(status_module.ray_cluster, "connect", lambda *_, private: None)
+
+    def read_statuses():
+        published_at = at[0] + 2.0 * (len(at) - 1) * lives
+        return {"toy": {**STATUS, "state": "training", "published_at": published_at}}
+
+    monkeypatch.setattr(status_module.ray_cluster, "read_statuses", read_statuses)
+    found = status_module.read_status(None)["toy"]
+    assert found["liveness"] == ("alive" if lives else "silent")
 
 
 def plan_event(time, generation, cuts):

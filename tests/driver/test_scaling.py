@@ -175,7 +175,7 @@ def test_an_idle_head_is_not_given_back(monkeypatch):
     for name, is_head in (("g5-0", True), ("g5-1", False)):
         ray_node = RayNode(name, "10.0.0.1", "g5", 1, {}, is_head=is_head)
         nodes[name] = SimpleNamespace(ray_node=ray_node)
-    requests = autoscaler.RayAutoscaler(SimpleNamespace(nodes=nodes))
+    requests = autoscaler.RayAutoscaler(SimpleNamespace(nodes=nodes), SimpleNamespace(is_mine=True))
     requests.give_back("g5-0")
     requests.give_back("g5-1")
     assert drained == ["g5-1"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -15,15 +15,18 @@ from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray import workers as ray_workers
 from autohet.driver.ray import workforce as ray_workforce
 from autohet.driver.ray.agents import node_agents as ray_agents
+from autohet.driver.ray.agents.agent_calls import AgentReport
 from autohet.driver.ray.cluster import RayNode
 from autohet.driver.ray.ray_calls import RayCalls
 from autohet.driver.ray.reports.newest_reports import LatestReport, Reports
 from autohet.driver.ray.reports.silence import FreezeDetector
 from autohet.driver.ray.tracked_nodes import TrackedNode
+from autohet.driver.ray.worker_actor import WorkerActor
 from autohet.driver.ray.workers import WorkerSettings
 from autohet.driver.ray.workforce import BUSY_TICK_S, CALM_TICK_S, RayWorkforce
 from autohet.runtime.job.elastic import ElasticSection
-from autohet.runtime.messages import Phase, StateTransfer, StepRecord, WorkerReport
+from autohet.runtime.messages import AgentEndpoint, Phase, StateTransfer, StepRecord, WorkerReport
+from autohet.runtime.profiling import exact_products
 from planner.inputs.fleet import Node, NodeType
 
 KIND = NodeType("small", "A10G", 1, 24 << 30, 32e9, 3e9)
@@ -127,6 +130,35 @@ def test_while_anything_changes_rounds_are_quick(
     else:
         force.observer.agent_commands.refuse_copies("a", Mock())
     assert waited(force, fake_time) == BUSY_TICK_S
+
+
+def test_the_workers_of_a_node_with_a_new_xid_check_their_devices_once(
+    force: RayWorkforce,
+) -> None:
+    here, elsewhere = Mock(), Mock()
+    force.observer.workers.update({"a/0": here, "b/0": elsewhere})
+    report = AgentReport("a", AgentEndpoint("a", "127.0.0.1", 1, ""))
+    for num_xids in (0, 2, 2, 3):
+        report = replace(report, num_xids=num_xids)
+        force.observer.agent_reports.answers["a"] = LatestReport(0.0, 0.0, report)
+        force._check_devices()
+    assert here.command.remote.call_args_list == 2 * [call(force.charge.epoch, "check_device")]
+    elsewhere.command.remote.assert_not_called()
+
+
+def test_a_worker_whose_device_fails_the_check_says_so_from_then_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build = WorkerActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+    actor = build.__new__(build)
+    actor._is_faulty = False
+    actor._worker = Mock(report=lambda: TRAINS)
+    for is_exact in (True, False, True):
+        monkeypatch.setattr(exact_products, "has_exact_products", lambda *_, it=is_exact: it)
+        before = actor._report()
+        actor.check_device()
+        assert actor._report().has_faulty_device == (before.has_faulty_device or not is_exact)
+    assert actor._report().is_news_after(TRAINS)
 
 
 def test_a_signal_ends_the_wait(force: RayWorkforce, fake_time: FakeTime) -> None:

@@ -42,6 +42,7 @@ class ExactConfig(PreTrainedConfig):
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
     tie_word_embeddings: bool = True
+    max_position_embeddings: int = 4096
     history_size: int = 2
     """Elements of a layer's history: a million of them make 12 MB of state a layer, with both
     moments.

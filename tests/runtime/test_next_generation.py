@@ -124,6 +124,25 @@ def test_the_order_of_a_prepared_generation_uses_what_was_built(
     assert worker.report().prepared is None, "it is used, or dropped"
 
 
+def test_an_order_to_begin_may_arrive_before_that_to_prepare(
+    worker: Worker, store: TCPStore
+) -> None:
+    """Threads of one actor take them in any order. Wrong: this worker builds groups of its own, in
+    which nobody meets it, and then those that the others have.
+    """
+    order = replace(order_of(worker, 1, store), is_prepared=True)
+    begins = threading.Thread(target=worker.begin, args=(order,))
+    begins.start()
+    begins.join(0.2)
+    assert worker.groups is None
+    worker.prepare(preparation_order(1, store))
+    newest = worker._next._newest
+    assert newest is not None
+    begins.join(HANG_S)
+    assert worker.groups is newest.groups is not None
+    assert len(trained(worker)) == STEPS
+
+
 def test_with_cudas_semantics_modules_alone_are_built_ahead(
     worker: Worker, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,7 @@ class OrderTerms:
     the run so far. from_scratch: begin at step 0, although training has begun. before_step: restore
     a checkpoint before this step, whatever else is there. gated, follows: as in `GenerationOrder`.
     kept_plan: plan of the generation before, whose passes its workers may keep. least_steps: the
-    generation runs as many, if need be beyond `last_step`.
+    generation runs as many, if need be beyond `last_step`. is_prepared: as in `GenerationOrder`.
     """
 
     last_step: int | None
@@ -78,6 +78,7 @@ class OrderTerms:
     kept_plan: Plan | None = None
     follows: int | None = None
     least_steps: int = 0
+    is_prepared: bool = False
 
     def end_step(self, step: int) -> int | None:
         """Return the step at which a generation that starts at `step` ends; None: not known yet."""
@@ -325,6 +326,7 @@ class OrderBuilder:
             gated=terms.gated,
             kept_plan=_kept_plan(plan, step, terms.kept_plan, seen),
             follows=terms.follows,
+            is_prepared=terms.is_prepared,
         )
         orders = self._address(common, proposal, seen, targets)
         return Book(

@@ -93,7 +93,8 @@ def _claim(state: Sourcing, memory: JobMemory, seen: Observation) -> Deciding[St
     if memory.ledger.records:
         orders.confirm()  # also where the first generation's readiness was never seen
     generation = unused_generation(memory, seen, state.prepared)
-    terms = order_terms(memory, state.proposal)
+    is_prepared = generation == state.prepared
+    terms = replace(order_terms(memory, state.proposal), is_prepared=is_prepared)
     before = any_order(memory.ledger.orders)
     if before is not None and before.gated:
         terms = replace(terms, kept_plan=before.plan)

@@ -210,7 +210,9 @@ def step_adopting(state: Adopting, memory: JobMemory, seen: Observation) -> Deci
 
 
 def _is_unheard(worker: str, seen: Observation) -> bool:
-    is_known = seen.node_of(worker) in seen.nodes
+    """Return True if a living member, or its node's agent, has not reported yet."""
+    view = seen.nodes.get(seen.node_of(worker))
+    is_known = view is not None and view.may_work
     return worker not in seen.losses and not (is_known and worker in seen.reports)
 
 

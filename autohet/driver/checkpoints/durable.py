@@ -400,6 +400,8 @@ class Durable:
             # The checkpoints before may be gone back to: they stay until weights have changed.
             return
 
+        # A later driver may keep more: other steps are its best ones.
+        require_epoch(self.storage, self.epoch)
         kept = self.cleaner.retain(generation)
         if kept is not None:
             # Entries older than the oldest checkpoint that stays have no use any more.

@@ -7,6 +7,7 @@ import json
 import logging
 from dataclasses import asdict, dataclass
 
+from recovery.checkpoint.epoch import require_epoch
 from recovery.errors import RecoveryError
 from recovery.storage.errors import ObjectMissing
 from recovery.storage.protocol import Storage
@@ -58,9 +59,13 @@ def read_spending(storage: Storage) -> Spending | None:
         return None
 
 
-def store_spending(storage: Storage, spending: Spending) -> None:
-    """Store what is spent; a failure is logged, and the next store replaces it."""
+def store_spending(storage: Storage, spending: Spending, epoch: int = 0) -> None:
+    """Store what is spent; a failure is logged, and the next store replaces it.
+
+    epoch: that of the driver, which stores nothing once a later one has taken over; 0: unknown.
+    """
     try:
+        require_epoch(storage, epoch)
         storage.put(SPENDING, json.dumps(asdict(spending)).encode())
     except (RecoveryError, OSError) as error:
         logger.warning("The dollars spent so far are not in the checkpoint storage: %s", error)

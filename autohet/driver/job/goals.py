@@ -91,4 +91,5 @@ class GoalKeeper:
             return
         self._stored_at = self._clock()
         spent = Spending(self._started, time.time(), goal.spent_usd, goal.usd_per_hour)
-        self._durable.work_pool.submit(store_spending, self._durable.storage, spent)
+        durable = self._durable
+        durable.work_pool.submit(store_spending, durable.storage, spent, durable.epoch)

@@ -105,7 +105,7 @@ class JobRun:
         self.durable = durable or make_durable(job)
         self._inherited: Inherited | None = None
         """Generations of living workers that this driver has taken over; None before `start`."""
-        self._told = steps_told(events.path) if is_restart() else NOTHING_TOLD
+        self._told = NOTHING_TOLD
 
         zones = None if cluster is None else cluster.zones
         self.planning = BackgroundPlanning(planning_inputs(job, zones=zones))
@@ -159,6 +159,9 @@ class JobRun:
         if self._inherited is None:
             orders = self.workforce.take_over(self.durable.epoch, restart=is_restart())
             self._inherited = Inherited(orders)
+        goes_on = is_restart() or bool(self._inherited.orders)
+        if goes_on:
+            self._told = steps_told(self.events.path)
         found = self.durable.load_newest()
         memory = self.controller.memory
         memory.generation = found.ancestry.newest or 0
@@ -184,7 +187,7 @@ class JobRun:
             job=self.job.name,
             step=found.step or 0,
             checkpoint=found.uri,
-            restart=is_restart(),
+            restart=goes_on,
         )
 
     def _inherit(self, found: CheckpointState) -> None:

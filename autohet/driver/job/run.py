@@ -38,7 +38,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
 from planner.errors import ConfigError
 from planner.inputs.documents import Document, Json
-from recovery.checkpoint.errors import LeaseHeld
+from recovery.checkpoint.errors import LeaseHeld, Replaced
 from recovery.storage.errors import StorageError
 
 logger = logging.getLogger("autohet")
@@ -218,7 +218,7 @@ def _train_once(
             # In a process that goes on, its lease would be renewed for ever.
             run.close(at_once=True)
             raise
-    except (StorageError, LeaseHeld) as error:
+    except (StorageError, LeaseHeld, Replaced) as error:
         raise ConfigError(str(error)) from error
     try:
         with stop_on_signals(run.workforce.observer):

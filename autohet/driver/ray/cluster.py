@@ -10,7 +10,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -253,9 +253,14 @@ def node_type_of(
 
 
 class ClusterMemory:
-    """JSON document in Ray's key-value store, which outlives the driver but not the cluster."""
+    """JSON document in Ray's key-value store, which outlives the driver but not the cluster.
 
-    def __init__(self, what: str, run_id: str) -> None:
+    epoch: returns that of this driver, which saves nothing once a later one is in charge.
+    """
+
+    def __init__(self, what: str, run_id: str, epoch: Callable[[], int] | None = None) -> None:
+        self._run_id = run_id
+        self._epoch = epoch
         self._key = f"autohet:{what}:{run_id}".encode()
 
     def load(self) -> Document:
@@ -272,9 +277,16 @@ class ClusterMemory:
     def save(self, document: Json) -> None:
         """Save the document for a restarted driver; best effort."""
         try:
+            if self._epoch is not None and epoch_in_charge(self._run_id) > self._epoch():
+                return
             internal_kv._internal_kv_put(self._key, json.dumps(document).encode(), overwrite=True)
         except Exception:
             logger.warning("%s cannot be kept", self._key.decode(), exc_info=True)
+
+
+def epoch_in_charge(run_id: str) -> int:
+    """Return the epoch of the driver that took charge of a run last; 0: none has."""
+    return int(ClusterMemory("epoch", run_id).load().get("epoch", 0))
 
 
 def publish_status(job: str, status: Json) -> None:

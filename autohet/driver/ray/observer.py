@@ -94,7 +94,7 @@ class RayObserver:
         self._prices = SpotPrices()
         self.scripted = Scripted()
         self.drains = RayDrains(ray_cluster.draining_nodes, DRAINS_S)
-        lines = ray_cluster.ClusterMemory("notices", run_id)
+        lines = ray_cluster.ClusterMemory("notices", run_id, lambda: durable.epoch)
         self.notices = NoticeMerger(make_sources(job.elastic, self.drains, self.scripted, lines))
 
         host = ray_cluster.head_address()
@@ -112,7 +112,7 @@ class RayObserver:
         self._busy_read_at = -math.inf
         self._busy_at: dict[str, float] = {}
         """Time at which each node was last found in others' use."""
-        self.tracked = TrackedNodes(job, run_id, cluster)
+        self.tracked = TrackedNodes(job, run_id, cluster, lambda: durable.epoch)
         self.nodes = self.tracked.in_use
         self.workers: dict[str, Any] = {}
         """Actor of each worker that has a process."""

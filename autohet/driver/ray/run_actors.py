@@ -15,7 +15,7 @@ from ray._private.state import state as ray_state
 from ray.exceptions import RayError
 from ray.util import list_named_actors
 
-from autohet.driver.ray.cluster import ClusterMemory
+from autohet.driver.ray.cluster import ClusterMemory, epoch_in_charge
 
 logger = logging.getLogger("autohet")
 NAMESPACE = "autohet:"
@@ -107,7 +107,7 @@ class Charge:
     @property
     def is_mine(self) -> bool:
         """True unless a later driver has taken over."""
-        return int(self._memory.load().get("epoch", 0)) <= self.epoch
+        return epoch_in_charge(self.run_id) <= self.epoch
 
     def kill(self, handles: Iterable[Any]) -> None:
         """End these actors; no-op once a later driver has taken over."""

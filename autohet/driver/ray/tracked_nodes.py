@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,9 @@ class TrackedNodes:
     `in_use`: by name.
     """
 
-    def __init__(self, job: Job, run_id: str, cluster: Cluster | None) -> None:
+    def __init__(
+        self, job: Job, run_id: str, cluster: Cluster | None, epoch: Callable[[], int]
+    ) -> None:
         self._job = job
         self._run_id = run_id
         self._cluster = cluster
@@ -58,7 +60,7 @@ class TrackedNodes:
         """Names of nodes by Ray's id; a node that has one is not taken into use again."""
         self._given_up: set[str] = set()
         """Nodes by Ray's id whose agents keep dying."""
-        self._name_memory = ray_cluster.ClusterMemory("names", run_id)
+        self._name_memory = ray_cluster.ClusterMemory("names", run_id, epoch)
         self._given_names: dict[str, str] = self._name_memory.load()
         """Names of all nodes by Ray's id, also of those that an earlier driver has named."""
         self._refused: dict[str, tuple[float, str]] = {}

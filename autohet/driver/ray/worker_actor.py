@@ -71,6 +71,7 @@ class WorkerActor(RunActor):
         self._fence = EpochFence(driver.epoch)
         self._newest_order: GenerationOrder | None = None
         self._worker: Worker | None = None
+        self._is_faulty = False
         try:
             self._worker = Worker(place, job, record=record)
         except ConfigError as error:
@@ -93,7 +94,15 @@ class WorkerActor(RunActor):
         self._watch = HeadlessWatch(self._reports, job.elastic.headless_s, alone)
 
     def _report(self) -> WorkerReport:
-        return self._unfit if self._worker is None else self._worker.report()
+        report = self._unfit if self._worker is None else self._worker.report()
+        return replace(report, has_faulty_device=True) if self._is_faulty else report
+
+    def check_device(self) -> None:
+        """Report the device as faulty from now on unless it has the exact products."""
+        from autohet.runtime.profiling.exact_products import has_exact_products
+
+        worker = self._here()
+        self._is_faulty |= not has_exact_products(worker.device, worker.dtype)
 
     @ray.method(concurrency_group="life")
     def until_end(self) -> None:
@@ -113,10 +122,12 @@ class WorkerActor(RunActor):
         return [found[generation] for generation in sorted(found)]
 
     def adopt(self, driver: ReportAddress) -> None:
-        super().adopt(driver)
+        self._fence.admit(driver.epoch)
         if self._worker is not None:
-            # The next driver gives the number of what is prepared to another generation.
+            # The next driver gives the number of what is prepared to another generation, once it
+            # has a report of this worker.
             self._worker._next.drop()
+        super().adopt(driver)
 
     def order(self, generation: int) -> GenerationOrder | None:
         """Return the order of a generation for this worker, if it knows it, without transfers."""

@@ -23,6 +23,8 @@ from autohet.driver.ray.workers import RayWorkers, WorkerSettings
 from autohet.runtime.job import Job
 from autohet.runtime.messages import GenerationOrder
 from planner.inputs.cluster import Cluster
+from planner.inputs.fleet import node_of
+from recovery.checkpoint.epoch import require_epoch
 from recovery.state.ancestry import Descent
 
 CALM_GATHER_S = 0.05
@@ -64,11 +66,13 @@ class RayWorkforce:
         self.node_agents = RayNodeAgents(
             self.observer, self.charge, settings.record, outlives=settings.outlives
         )
-        self.autoscaler = RayAutoscaler(self.observer)
+        self.autoscaler = RayAutoscaler(self.observer, self.charge)
         self.rehearsal: Callable[[Rehearse], None] | None = None
         """Function that makes scripted events happen."""
         self._durable = durable
         self._waited_at = -math.inf
+        self._num_xids: dict[str, int] = {}
+        """Number of Xid errors by node after which its workers were told to check."""
         self._stops = False
         """True once the actors know that the job is being stopped."""
 
@@ -77,8 +81,13 @@ class RayWorkforce:
 
         restart: a parent has started this driver again, so that a stop which was asked for still
         counts. Returns the orders of the generations that living workers know, oldest first.
+
+        Raises:
+            Replaced: a later driver has taken over meanwhile.
         """
         observer = self.observer
+        # This driver may have stood still since it claimed the epoch.
+        require_epoch(self._durable.storage, epoch)
         self.charge.take(epoch)
         observer.calls.epoch = epoch
         observer.agent_reports.epoch = epoch
@@ -119,7 +128,18 @@ class RayWorkforce:
             self._stops = True
             for handle in (*observer.workers.values(), *observer.agents.values()):
                 handle.command.remote(self.charge.epoch, "expect_stop")
+        self._check_devices()
         return observer.observe()
+
+    def _check_devices(self) -> None:
+        """Have the workers of each node with a new Xid error check their devices."""
+        for node, answer in self.observer.agent_reports.answers.items():
+            num_xids = 0 if answer.value is None else answer.value.num_xids
+            if num_xids > self._num_xids.get(node, 0):
+                for worker, handle in self.observer.workers.items():
+                    if node_of(worker) == node:
+                        handle.command.remote(self.charge.epoch, "check_device")
+            self._num_xids[node] = num_xids
 
     def request_inventories(self) -> None:
         observer = self.observer
@@ -150,7 +170,8 @@ class RayWorkforce:
         for worker, answer in observer.worker_reports.answers.items():
             if answer.heard_at is not None:
                 silence[worker] = round(now - answer.heard_at, 1)
-        ray_cluster.publish_status(observer.job.name, {**status, "silence_s": silence})
+        if self.charge.is_mine:
+            ray_cluster.publish_status(observer.job.name, {**status, "silence_s": silence})
 
     def close(self, *, forget_snapshots: bool = False, at_once: bool = False) -> None:
         """End every actor of the job and the rendezvous store.

@@ -19,18 +19,23 @@ def read_events(path: str | Path) -> list[Event]:
     """Read every event of the file, in order.
 
     A line that a killed driver cut off is left out, at the end or before the next driver's first
-    event.
+    event. Where a time lies before the one above it, since the next driver's clock is another, all
+    times from there on are moved to follow it.
 
     Raises:
         ConfigError: the file cannot be read, or is no file of events.
     """
     lines = read_text(path, "events").splitlines()
     found: list[Event] = []
+    moved_s = 0.0
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
             if not isinstance(event, dict) or "kind" not in event or "time" not in event:
                 raise ValueError("no 'kind' and 'time'")
+            if found:
+                moved_s = max(moved_s, found[-1]["time"] - event["time"])
+            event["time"] += moved_s
             found.append(event)
         except ValueError as error:
             is_last = number == len(lines)

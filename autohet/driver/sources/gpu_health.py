@@ -29,7 +29,7 @@ XID_OF_HARDWARE = {
 }
 """Xid errors after which the device computes nothing or nonsense until it is reset.
 
-All other Xid errors are errors of programs, or corrected.
+All other Xid errors are errors of programs, or corrected: the devices are checked after them.
 """
 THROTTLED_S = 30.0
 """Seconds of clocks held down by the hardware that are more than a moment's heat."""
@@ -54,6 +54,8 @@ class GpuHealth:
             self._handles.append(self._nvml.nvmlDeviceGetHandleByIndex(index))
         self._events = self._event_set()
         self._ecc = [self._ecc_errors(handle) for handle in self._handles]
+        self.num_xids = 0
+        """Number of Xid errors so far that are not the hardware's."""
         self._failed: dict[str, None] = {}
         self._held_since: dict[int, float] = {}
 
@@ -99,6 +101,8 @@ class GpuHealth:
             xid = int(event.eventData)
             if xid in XID_OF_HARDWARE:
                 self._failed[f"Xid {xid}, {XID_OF_HARDWARE[xid]}"] = None
+            else:
+                self.num_xids += 1
 
     def _ecc_errors(self, handle: Any) -> int:
         number = self._read(
@@ -175,6 +179,10 @@ class GpuWatch:
         if self._health is None:
             self._health = GpuHealth()
         return tuple(self._health.look())
+
+    @property
+    def num_xids(self) -> int:
+        return 0 if self._health is None else self._health.num_xids
 
     def signs(self) -> tuple[Sign, ...]:
         """Return the signs that stand now."""

@@ -311,9 +311,11 @@ class ScriptNotices:
         if self._memory is None:
             return
         ahead = time.time() - time.monotonic()
-        for key, (read_at, node, lapsed) in self._memory.load().items():
-            said = parse_line(key.partition(" ")[2], float(read_at) - ahead)
-            self._lines[key] = Line(said, float(read_at), str(node), bool(lapsed))
+        for key, (said_at, node, lapsed) in self._memory.load().items():
+            # The clock of the driver before may have been ahead of this one.
+            read_at = min(float(said_at), time.time())
+            said = parse_line(key.partition(" ")[2], read_at - ahead)
+            self._lines[key] = Line(said, read_at, str(node), bool(lapsed))
 
     def _text(self) -> str:
         if self._file is not None:

@@ -147,16 +147,20 @@ class NextGeneration:
             newest.outcome = Prepared(generation, WITHDRAWN)
 
     def await_outcome(self, generation: int, is_over: Callable[[], bool]) -> None:
-        """Wait until this generation is prepared, or is not to begin; no-op if nobody prepares it.
+        """Wait until this generation is prepared, or is not to begin.
 
-        Its orders may come while it is prepared: at a death nobody trains meanwhile.
+        Its orders may come while it is prepared, since at a death nobody trains meanwhile, and
+        before the order to prepare it, since an actor's threads take its calls in any order.
         """
-        newest = self._newest
-        if newest is None or newest.order.generation != generation:
-            return
         deadline = time.monotonic() + self._timeouts.rendezvous_s
-        while newest.outcome is None and not is_over() and time.monotonic() < deadline:
-            newest.is_done.wait(POLL_S)
+        while not is_over() and time.monotonic() < deadline:
+            newest = self._newest
+            if newest is None or newest.order.generation < generation:
+                time.sleep(POLL_S)
+            elif newest.order.generation > generation or newest.outcome is not None:
+                return
+            else:
+                newest.is_done.wait(POLL_S)
 
     def take(self, generation: int) -> Ready | None:
         """Return what is ready for this generation, if anything is, and drop all else.

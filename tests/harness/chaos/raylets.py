@@ -4,6 +4,7 @@ Ray kills the workers and the agent of a node whose raylet was killed. Of a rayl
 for longer than Ray's health check allows, Ray says that its node died while its workers still run.
 """
 
+import functools
 import json
 import os
 import signal
@@ -125,10 +126,15 @@ class RayletStriker(Striker):
 
 def prepare_worker() -> None:
     """Register the exact model in a Ray worker's process before anything runs there."""
+    from autohet.runtime.worker import Worker
     from tests.harness import toy_model  # noqa: F401
     from tests.harness.history import keep_history
+    from tests.harness.served_objects import STEP_PAUSE_S, pause_in_steps
 
     keep_history()
+    if STEP_PAUSE_S in os.environ:
+        hook = pause_in_steps(float(os.environ[STEP_PAUSE_S]))
+        Worker.__init__ = functools.partialmethod(Worker.__init__, phase_hook=hook)  # type: ignore
 
 
 def strike_raylets(
@@ -139,7 +145,7 @@ def strike_raylets(
     directory = places.root / "life-0"
     directory.mkdir()
     began = time.monotonic()
-    fleet = RayNodes(_cluster_document())
+    fleet = RayNodes(cluster_of_nodes())
     striker = RayletStriker(places, list(strikes))
     try:
         _start_nodes(fleet)
@@ -153,7 +159,8 @@ def strike_raylets(
     return StruckJob(places, [Life(directory, 0, None)], time.monotonic() - began)
 
 
-def _cluster_document() -> dict[str, Any]:
+def cluster_of_nodes() -> dict[str, Any]:
+    """Return a cluster file with a node type for each number of GPUs of the exact job."""
     document = cluster_document()
     head = document["available_node_types"]["head"]
     kinds = {f"of{count}": node_type("A10G", count) for count in set(NODES.values())}

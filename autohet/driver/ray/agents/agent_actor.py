@@ -138,14 +138,16 @@ class AgentActor(RunActor):
     def report(self) -> AgentReport:
         facts = None
         signs: list[Sign] = []
+        num_xids = 0
         if self._metadata is not None:
             facts = self._metadata.facts
             signs += self._metadata.signs()
         if self._gpus is not None:
             signs += self._gpus.signs()
+            num_xids = self._gpus.num_xids
         problems = self._store.problems
         return AgentReport(
-            self._node, self._endpoint, facts, tuple(signs), problems, self.data.state
+            self._node, self._endpoint, facts, tuple(signs), problems, self.data.state, num_xids
         )
 
     @ray.method(concurrency_group="witness")

@@ -25,8 +25,8 @@ SAME_END_S = 1.0
 class AgentReport:
     """State of one node as its agent reports it.
 
-    It has the agent's endpoint, the instance's facts, signs of its end, problems of its disk, and
-    the state of its data.
+    It has the agent's endpoint, the instance's facts, signs of its end, problems of its disk, the
+    state of its data, and the number of Xid errors after which its GPUs are checked.
     """
 
     node: str
@@ -35,6 +35,7 @@ class AgentReport:
     signs: tuple[Sign, ...] = ()
     problems: tuple[str, ...] = ()
     data: DataState = NOTHING_YET
+    num_xids: int = 0
 
     def is_news_after(self, before: AgentReport, passed_s: float) -> bool:
         """Return true if this report differs from `before`, which is `passed_s` older.

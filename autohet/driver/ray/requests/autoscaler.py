@@ -7,13 +7,15 @@ from autohet.driver.ray.requests.drain import drain
 from autohet.driver.ray.requests.launches import LaunchWatch
 from autohet.driver.ray.requests.pods import pods_of_this_cluster
 from autohet.driver.ray.requests.scaling import FleetRequest
+from autohet.driver.ray.run_actors import Charge
 
 
 class RayAutoscaler:
-    """Implements `Autoscaler` over Ray."""
+    """Implements `Autoscaler` over Ray; no-op once a later driver has taken over."""
 
-    def __init__(self, observer: RayObserver) -> None:
+    def __init__(self, observer: RayObserver, charge: Charge) -> None:
         self._observer = observer
+        self._charge = charge
         self._request: FleetRequest | None = None
 
     def set_request(self, request: FleetRequest) -> None:
@@ -34,7 +36,7 @@ class RayAutoscaler:
         """Drain the node, unless Ray drains it already or its end is only rehearsed."""
         observer = self._observer
         tracked = observer.nodes.get(node)
-        if tracked is None or node in observer.scripted.by_node:
+        if tracked is None or node in observer.scripted.by_node or not self._charge.is_mine:
             return
         node_id = tracked.ray_node.node_id
         if node_id in observer.drains.known:
@@ -50,5 +52,5 @@ class RayAutoscaler:
         The head stays: no autoscaler ends it, and the driver runs there.
         """
         tracked = self._observer.nodes.get(node)
-        if tracked is not None and not tracked.ray_node.is_head:
+        if tracked is not None and not tracked.ray_node.is_head and self._charge.is_mine:
             drain(tracked.ray_node.node_id, "idle", None)

@@ -100,9 +100,18 @@ class RequestBroker:
                 self._requests.prune()
 
 
-def put_request(bundles: Bundles, selectors: Selectors, *, wait: bool = True) -> None:
+def put_request(
+    bundles: Bundles,
+    selectors: Selectors,
+    run_id: str = "",
+    takes: bool = False,
+    *,
+    wait: bool = True,
+) -> None:
     """Set the request of this driver's job; without bundles, withdraw it.
 
+    run_id: the request counts as that of the run, of which `takes` makes this driver the only one
+    that asks: what a driver before it has asked for, which may only stand still, is withdrawn.
     wait: block until the autoscaler has it, ANSWER_S at the most. Raises RayError if it has not.
     """
     context = ray.get_runtime_context()
@@ -115,9 +124,19 @@ def put_request(bundles: Bundles, selectors: Selectors, *, wait: bool = True) ->
         get_if_exists=True,
         scheduling_strategy=here,
     ).remote()
+    me = context.get_job_id()
+    if run_id:
+        memory = ClusterMemory("asker", run_id)
+        asker = memory.load().get("job", me)
+        if asker != me and not takes:
+            return
+        if takes:
+            memory.save({"job": me})
+        if asker != me:
+            broker.put.remote(asker, [])
     request = [
         [dict(bundle), dict(selector)] for bundle, selector in zip(bundles, selectors, strict=True)
     ]
-    answer = broker.put.remote(context.get_job_id(), request)
+    answer = broker.put.remote(me, request)
     if wait:
         ray.get(answer, timeout=ANSWER_S)

@@ -17,6 +17,7 @@ from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.exceptions import RayError
 
 from autohet.control.planning.buying import Market, completed, may_exist, usd_per_hour
+from autohet.driver.loop.run_directories import run_id
 from autohet.driver.ray.cluster_file import is_emulated
 from autohet.driver.ray.requests.broker import put_request
 from autohet.driver.ray.requests.node_requests import NodeRequest, node_request
@@ -126,7 +127,8 @@ class FleetRequest:
     """Standing request of one job; `withdraw` ends it.
 
     The autoscaler then takes idle nodes down after its own time-out. The broker adds the requests
-    of all jobs on a cluster. counts: nodes by type; hint: text appended to the log message.
+    of all jobs on a cluster. counts: nodes by type; hint: text appended to the log message;
+    run_id: run whose later driver replaces the request.
     ConfigError if no request names these nodes.
     """
 
@@ -136,10 +138,12 @@ class FleetRequest:
         document: Json,
         counts: Mapping[str, int],
         hint: str = "",
+        run_id: str = "",
     ) -> None:
         self.cluster = cluster
         self.counts = dict(counts)
         self.hint = hint
+        self._run_id = run_id
         self._document = document
         self._request = self._request_for(self.counts)
 
@@ -189,7 +193,7 @@ class FleetRequest:
             usd_per_hour(asked, self.cluster),
             self.hint,
         )
-        self._send(wait=True)
+        self._send(begins=True)
 
     def change(self, counts: Mapping[str, int]) -> None:
         """Request these counts from now on; keep the old request if no request names them."""
@@ -201,14 +205,14 @@ class FleetRequest:
         self.counts = dict(counts)
         self._send()
 
-    def _send(self, *, wait: bool = False) -> None:
+    def _send(self, *, begins: bool = False) -> None:
         selectors = self.selectors or [{}] * len(self.bundles)
-        put_request(self.bundles, selectors, wait=wait)
+        put_request(self.bundles, selectors, self._run_id, begins, wait=begins)
 
     def withdraw(self) -> None:
         try:
             if self.bundles:
-                put_request((), ())
+                put_request((), (), self._run_id)
         except (RayError, RuntimeError) as error:
             logger.warning("the request for nodes was not withdrawn: %s", error)
 
@@ -234,8 +238,8 @@ def fleet_request(
             best, cluster, standing_nodes(cluster, document), job.elastic.min_workers
         )
         if wishes.objective == "time" and wishes.max_usd_per_hour is None:
-            return FleetRequest(cluster, document, counts, ANY_PRICE)
-    return FleetRequest(cluster, document, counts)
+            return FleetRequest(cluster, document, counts, ANY_PRICE, run_id(job))
+    return FleetRequest(cluster, document, counts, run_id=run_id(job))
 
 
 def planned_launch(
