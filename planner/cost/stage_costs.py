@@ -3,6 +3,7 @@
 Searches change few stages of a plan at a time.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -360,7 +361,8 @@ class StageCosts:
         if (stage.recompute or self.recompute) == "offload":
             parts = stage.tp_degree if stage.sequence_parallel else 1
             inside = self.formats.inside_bytes(placed.size, self.formats.of(stage))
-            moved = stage.num_layers * inside / parts
+            # torch's allocator of pinned memory rounds up to powers of two
+            moved = stage.num_layers * 2.0 ** math.ceil(math.log2(inside / parts))
         # on the CPU host memory is the device's
         is_host = any(kind.gpu_type == "CPU" for kind in kinds)
 
