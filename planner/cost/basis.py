@@ -10,7 +10,7 @@ from planner.inputs.fleet import Fleet
 from planner.inputs.profile import ProfileTable
 from planner.inputs.zones import EC2_ZONES, ZoneTable
 from planner.plans.model_spec import ModelSpec
-from planner.plans.plan import ComputeFormat, Recompute
+from planner.plans.plan import ComputeFormat, Recompute, Stage
 from planner.spmd.graph import Decoder
 
 
@@ -38,6 +38,10 @@ class Workload:
             if compute != self.precision:
                 others[gpu_type] = compute
         return others
+
+    def recompute_of(self, stage: Stage) -> Recompute:
+        """Return a stage's recomputation."""
+        return stage.recompute or self.recompute
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class StageChoices:
         """
         was_cut = stage.sequence_parallel and stage.expert_dispatch != "all_to_all"
         by_sum = replace(stage, expert_dispatch=None, sequence_parallel=was_cut)
-        recompute = stage.recompute or self.basis.workload.recompute
+        recompute = self.basis.workload.recompute_of(stage)
         may_cut = self.basis.parameters.may_cut_sequence and recompute != "selective"
         is_cut = was_cut or may_cut
         sending = replace(by_sum, expert_dispatch="all_to_all", sequence_parallel=is_cut)

@@ -30,7 +30,7 @@ from planner.cost.memory.worker_memory import MemoryUse, WorkerMemory
 from planner.inputs.fleet import Member, NodeType
 from planner.plans.model_spec import ModelSpec
 from planner.plans.muon import MUON_STATE_BYTES, Matrices
-from planner.plans.plan import Pipeline, Plan, Recompute, Stage, TensorShare
+from planner.plans.plan import Pipeline, Plan, Stage, TensorShare
 from planner.plans.redundancy import layers_of
 
 ESTIMATED_DISPATCH = "all-to-all of tokens to experts: from links and even routing, not measured"
@@ -74,6 +74,15 @@ class _PlacedStage:
             entries.append(-1)
         return np.array(entries, dtype=np.int64)
 
+    def pinned_bytes(self, inside: float) -> float:
+        """Return the bytes of pinned memory that inputs of its blocks take on a rank.
+
+        inside: bytes of a microbatch's hidden states.
+        """
+        parts = self.stage.tp_degree if self.stage.sequence_parallel else 1
+        # torch's allocator rounds up to powers of two
+        return float(self.stage.num_layers * 2.0 ** math.ceil(math.log2(inside / parts)))
+
     def matrices(self, spec: ModelSpec) -> list[Matrices]:
         """Return the matrices of each block that Muon updates."""
         found = [spec.layers[entry].matrices for entry in self.entries]
@@ -111,7 +120,7 @@ class StageCosts:
         self.links = basis.links
         self.parameters = basis.parameters
         self.formats = basis.formats
-        self.recompute: Recompute = basis.workload.recompute
+        self.recompute_of = basis.workload.recompute_of
         self.layer_times = layer_times
         self.memory = memory
         self.dispatch = dispatch
@@ -240,7 +249,7 @@ class StageCosts:
         if stage.expert_dispatch != "all_to_all":
             nothing = np.zeros_like(times.forward_s)
             return nothing, nothing
-        recomputes = (stage.recompute or self.recompute) != "none"
+        recomputes = self.recompute_of(stage) != "none"
         group = self.dispatch.group_of(stage, size, recomputes=recomputes)
         return self.dispatch.added_by_layer(times, group, spread_s)
 
@@ -256,7 +265,7 @@ class StageCosts:
         return parts
 
     def _layer_times(self, kind: NodeType, share: _Share, stage: Stage, size: int) -> LayerTimes:
-        recompute = stage.recompute or self.recompute
+        recompute = self.recompute_of(stage)
         compute = self.formats.of(stage)
         return self.layer_times.times(
             kind.gpu_type, compute, stage.tp_degree, size, recompute, share
@@ -357,25 +366,26 @@ class StageCosts:
         if stage.expert_dispatch == "all_to_all":
             held += self.dispatch.buffer_bytes(stage, placed.size)
 
+        activations = float(memory.activation_bytes[entries].sum())
         moved = 0.0
-        if (stage.recompute or self.recompute) == "offload":
-            parts = stage.tp_degree if stage.sequence_parallel else 1
+        if self.recompute_of(stage) == "offload":
             inside = self.formats.inside_bytes(placed.size, self.formats.of(stage))
-            # torch's allocator of pinned memory rounds up to powers of two
-            moved = stage.num_layers * 2.0 ** math.ceil(math.log2(inside / parts))
-        # on the CPU host memory is the device's
-        is_host = any(kind.gpu_type == "CPU" for kind in kinds)
+            moved = placed.pinned_bytes(inside)
+        if any(kind.gpu_type == "CPU" for kind in kinds):
+            # host memory is the device's
+            activations += moved
+            moved = 0.0
 
         limit = min(self.memory.limit_bytes(kind) for kind in kinds)
         kept_bytes = float(kept.sum())
         return RankBytes(
             held_bytes=held,
-            activation_bytes=float(memory.activation_bytes[entries].sum()) + is_host * moved,
+            activation_bytes=activations,
             free_bytes=limit - held,
             state_bytes=kept_bytes,
             room_bytes=limit - fixed,
             host_bytes=kept_bytes if np.any(memory.host_bytes) else 0.0,
-            moved_bytes=0.0 if is_host else moved,
+            moved_bytes=moved,
         )
 
     def _memory_terms(self, placed: _PlacedStage, share: _Share) -> MemoryTerms:
@@ -386,7 +396,7 @@ class StageCosts:
             self.formats.of(stage),
             stage.tp_degree,
             placed.size,
-            stage.recompute or self.recompute,
+            self.recompute_of(stage),
             share,
             cuts_sequence=stage.sequence_parallel and not parameters.sequence_parallel,
             offloads=placed.sharing.offloads and not parameters.offload_optimizer,

@@ -157,8 +157,10 @@ def _with_price(answer: Answer) -> Answer:
             "masters and moments lie in host memory: their update there"
             f" takes {update_s:.3g} s of each step's {answer.step_time_s:.3g} s"
         )
-    why = f"no plan fits the GPUs unless {', and '.join(what)}"
-    return answer.with_front(_with_price).add_reason(why)
+    priced = answer.with_front(_with_price)
+    if not what:
+        return priced
+    return priced.add_reason(f"no plan fits the GPUs unless {', and '.join(what)}")
 
 
 def _or_cutting_sequences(strategy: str, request: Request) -> Answer:

@@ -13,7 +13,6 @@ from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.step.reference import reference_model, train_reference
 from planner.plans.plan import Plan
-from tests.harness import training_case
 from tests.harness.parity import (
     ASYMMETRIC,
     BALANCED,
@@ -30,8 +29,7 @@ from tests.harness.tiny_models import AUTO
 from tests.harness.training_case import Case, rows_of
 from tests.multiprocess.test_chat_parity import (
     DEATH,
-    train_from,
-    train_until_death,
+    train_through_death,
 )
 from tests.multiprocess.test_experts_parity import BIAS
 
@@ -64,26 +62,17 @@ BEFORE = {
     ],
 )
 def test_an_auto_family_that_loses_a_worker_equals_transformers(pool: Any, name: str) -> None:
-    processes, port = pool
     settings = {**(BALANCED if name == "deepseek_v3" else TRAINING), "steps": STEPS}
     before = Case(MODELS[name], BEFORE[name], settings, STEPS)
     after = replace(before, plan=grid(1, 3, 2))
-    try:
-        losses, state = train_until_death(processes, port, before)
-        workers = Plan.from_document(after.plan).workers
-        survivors = processes.processes[1 : 1 + len(workers)]
-        results, final = train_from(survivors, port, after, state, DEATH, STEPS - DEATH)
-        for process in survivors:
-            process.call(training_case.leave)
-    finally:
-        processes.replace(0)
+    losses, _, final = train_through_death(pool, before, after, STEPS)
     config = before.config()
     names = list(family_of(config).parameter_specs(config))
     plain = reference_model(config, initial_parameters(config, names, before.seed))
     expected = list(train_reference(plain, before.section(), rows_of(before), STEPS, 3))
     tensors = [*plain.named_parameters(), *plain.named_buffers()]
     weights = {name: tensor.detach().numpy() for name, tensor in tensors}
-    np.testing.assert_allclose(losses + [loss for loss, _ in results], expected, rtol=TOLERANCE)
+    np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
     check_weights(after, Plan.from_document(after.plan), final, weights)
     check_biases(final, weights, is_balanced=name == "deepseek_v3")
 

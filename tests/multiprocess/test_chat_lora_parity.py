@@ -17,7 +17,6 @@ import pytest
 from autohet.runtime.data import prepare_dataset
 from autohet.runtime.job import AdapterSection, DataSection
 from planner.plans.plan import Plan
-from tests.harness import training_case
 from tests.harness.chat_tokenizer import save_chat_tokenizer, special_tokens_of, trl_template
 from tests.harness.parity import (
     ASYMMETRIC,
@@ -32,12 +31,10 @@ from tests.harness.parity import (
 from tests.harness.training_case import Case
 from tests.harness.trl_reference import TrlRun, run_trl
 from tests.multiprocess.test_chat_parity import (
-    DEATH,
     LENGTH,
     STEPS,
     TRAINING,
-    train_from,
-    train_until_death,
+    train_through_death,
 )
 from tests.runtime.data.test_chat_templates import OUTPUT, answer, ask, call
 
@@ -129,20 +126,9 @@ def with_plan(case: Case, plan: dict[str, Any]) -> Case:
 def test_chats_with_tools_equal_trl(
     pool: Any, trained: tuple[str, Case, TrlRun], plan: str
 ) -> None:
-    processes, port = pool
     _, case, trl = trained
-    before = with_plan(case, PLANS[plan])
     after = with_plan(case, AFTER)
-    workers = Plan.from_document(after.plan).workers
-    try:
-        losses, state = train_until_death(processes, port, before)
-        survivors = processes.processes[1 : 1 + len(workers)]
-        results, final = train_from(survivors, port, after, state, DEATH, STEPS - DEATH)
-        for process in survivors:
-            process.call(training_case.leave)
-    finally:
-        processes.replace(0)
-    losses += [loss for loss, _ in results]
+    losses, _, final = train_through_death(pool, with_plan(case, PLANS[plan]), after, STEPS)
     np.testing.assert_allclose(losses, trl.losses, rtol=TOLERANCE)
     assert losses[-1] < losses[0], "the chats are learnt"
     check_weights(after, Plan.from_document(after.plan), final, trl.weights)

@@ -5,7 +5,7 @@ Losses and weights of 6 steps, fp32, within 2e-5 (relative; of the largest weigh
 
 import itertools
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -205,25 +205,39 @@ def train_from(
     return results[0], [process.call(training_case.show_state) for process in processes]
 
 
+def train_through_death(
+    pool: tuple[WorkerPool, int],
+    before: Case,
+    after: Case,
+    steps: int,
+    at_end: Callable[[PoolProcess], None] = lambda process: None,
+) -> tuple[list[float], list[float], list[dict[str, np.ndarray]]]:
+    """Train `steps`, the first `DEATH` in one plan and the others by its survivors in another.
+
+    at_end: called with each survivor before it leaves. Returns all losses, the survivors' norms,
+    and every survivor's state at the end.
+    """
+    processes, port = pool
+    try:
+        losses, state = train_until_death(processes, port, before)
+        num_workers = len(Plan.from_document(after.plan).workers)
+        survivors = processes.processes[1 : 1 + num_workers]
+        results, final = train_from(survivors, port, after, state, DEATH, steps - DEATH)
+        for process in survivors:
+            at_end(process)
+            process.call(training_case.leave)
+    finally:
+        processes.replace(0)
+    return losses + [loss for loss, _ in results], [norm for _, norm in results], final
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in PLANS],
 )
 def test_chat_on_any_plan_equals_trl(pool: Any, case: Case, trl: TrlRun, name: str) -> None:
-    processes, port = pool
-    before = with_plan(case, PLANS[name])
     after = with_plan(case, AFTER)
-    try:
-        losses, state = train_until_death(processes, port, before)
-        num_workers = len(Plan.from_document(after.plan).workers)
-        survivors = processes.processes[1 : 1 + num_workers]
-        results, final = train_from(survivors, port, after, state, DEATH, STEPS - DEATH)
-        for process in survivors:
-            process.call(training_case.leave)
-    finally:
-        processes.replace(0)
-    losses += [loss for loss, _ in results]
+    losses, norms, final = train_through_death(pool, with_plan(case, PLANS[name]), after, STEPS)
     np.testing.assert_allclose(losses, trl.losses, rtol=TOLERANCE)
     check_weights(after, Plan.from_document(after.plan), final, trl.weights)
-    norms = [norm for _, norm in results]
     assert max(norms) > TRAINING["clip_norm"], "clipping is not active"

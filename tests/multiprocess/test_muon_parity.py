@@ -33,7 +33,7 @@ from tests.harness.parity import (
 )
 from tests.harness.training_case import Case, muon_in_fp32
 from tests.harness.worker_pool import TaskFailed
-from tests.multiprocess.test_chat_parity import DEATH, train_from, train_until_death
+from tests.multiprocess.test_chat_parity import DEATH, train_through_death
 from tests.multiprocess.test_experts_parity import EXPERT_PLANS
 
 pytestmark = pytest.mark.multiprocess
@@ -77,23 +77,14 @@ def test_muon_on_any_plan_equals_torch(pool: Any, name: str) -> None:
 
 def test_muon_that_loses_a_worker_equals_torch(pool: Any) -> None:
     """Momenta are restored at the owners of another plan."""
-    processes, port = pool
     steps = DEATH + 2
     settings = {**MUON, "steps": steps}
     before = Case(LLAMA, plan_document(*ASYMMETRIC["TP and cuts across"]), settings, steps)
     after = replace(before, plan=grid(1, 3, 2))
-    workers = Plan.from_document(after.plan).workers
-    try:
-        losses, state = train_until_death(processes, port, before)
-        survivors = processes.processes[1 : 1 + len(workers)]
-        results, final = train_from(survivors, port, after, state, DEATH, steps - DEATH)
-        for process in survivors:
-            process.call(training_case.leave)
-    finally:
-        processes.replace(0)
+    losses, _, final = train_through_death(pool, before, after, steps)
     with muon_in_fp32():
         expected, weights = reference(_hashable(LLAMA), _hashable(settings), steps)
-    np.testing.assert_allclose(losses + [loss for loss, _ in results], expected, rtol=TOLERANCE)
+    np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
     check_weights(after, Plan.from_document(after.plan), final, weights)
 
 

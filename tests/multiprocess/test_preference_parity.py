@@ -33,14 +33,13 @@ from tests.harness.parity import (
 )
 from tests.harness.training_case import Case
 from tests.harness.trl_reference import TrlRun, run_trl_dpo
+from tests.harness.worker_pool import PoolProcess
 from tests.multiprocess.test_chat_parity import (
-    DEATH,
     LENGTH,
     MODEL,
     STEPS,
     TRAINING,
-    train_from,
-    train_until_death,
+    train_through_death,
 )
 
 pytestmark = pytest.mark.multiprocess
@@ -133,22 +132,15 @@ def with_plan(case: Case, plan: dict[str, Any]) -> Case:
     ],
 )
 def test_preferences_on_any_plan_equal_trl(pool: Any, case: Case, trl: TrlRun, name: str) -> None:
-    processes, port = pool
-    before = with_plan(case, PLANS[name])
     after = with_plan(case, AFTER)
-    try:
-        losses, state = train_until_death(processes, port, before)
-        workers = Plan.from_document(after.plan).workers
-        survivors = processes.processes[1 : 1 + len(workers)]
-        results, final = train_from(survivors, port, after, state, DEATH, STEPS - DEATH)
-        for process in survivors:
-            assert process.call(training_case.check_frozen, after) > 0
-            process.call(training_case.leave)
-    finally:
-        processes.replace(0)
-    losses += [loss for loss, _ in results]
+
+    def check_frozen(process: PoolProcess) -> None:
+        assert process.call(training_case.check_frozen, after) > 0
+
+    before = with_plan(case, PLANS[name])
+    losses, norms, final = train_through_death(pool, before, after, STEPS, check_frozen)
     np.testing.assert_allclose(losses, trl.losses, rtol=TOLERANCE)
     assert losses[0] == pytest.approx(np.log(2.0)), "adapters begin as their reference"
     assert min(losses) < 0.68, "the pairs are learnt"
     check_weights(after, Plan.from_document(after.plan), final, trl.weights)
-    assert max(norm for _, norm in results) > SETTINGS["clip_norm"], "clipping is not active"
+    assert max(norms) > SETTINGS["clip_norm"], "clipping is not active"

@@ -293,9 +293,9 @@ class _Step:
             if self._place.is_first or self._place.is_last:
                 tokens, targets = self._batch(m)
             gradients = list[Tensor]()
-            anchor = torch.empty(0, requires_grad=True)
             x = tokens
             if given is not None:
+                anchor = torch.empty(0, requires_grad=True)
                 x = _Arrival.apply(anchor, given, gradients)  # type: ignore[no-untyped-call]
             isolated = () if self._begins is None else (self._begins(m),)
             if self._place.is_last:

@@ -67,16 +67,8 @@ class PlanMemory:
     def by_worker(self, plan: Plan) -> dict[str, int]:
         """Return peak bytes of every worker."""
         found = dict[str, int]()
-        sharing = sharing_of(plan)
-        for pipeline in plan.pipelines:
-            terms = self._stages.every_terms(pipeline, sharing)
-            for i, stage in enumerate(pipeline.stages):
-                in_flight = pipeline.in_flight(i)
-                ranks = terms[i].ranks
-                for worker, rank in zip(stage.workers, ranks, strict=True):
-                    activation_bytes = in_flight * rank.activation_bytes
-                    found[worker] = int(rank.held_bytes + activation_bytes)
-
+        for worker, rank, in_flight in self._ranks(plan):
+            found[worker] = int(rank.held_bytes + in_flight * rank.activation_bytes)
         for worker, num_bytes in self._communicator_bytes(plan).items():
             found[worker] += int(num_bytes)
         return found
@@ -89,7 +81,7 @@ class PlanMemory:
         """
         found = dict[str, float]()
         taken = self._communicator_bytes(plan)
-        for worker, rank in self._ranks(plan):
+        for worker, rank, _ in self._ranks(plan):
             if self._stages.fleet.gpu_type(worker) == "CPU":
                 continue
             room = rank.room_bytes - taken.get(worker, 0.0)
@@ -104,25 +96,17 @@ class PlanMemory:
         They are masters and moments, and inputs of blocks.
         """
         found = dict[str, float]()
-        if not self._uses_host_memory(plan):
-            return found
-        sharing = sharing_of(plan)
-        for pipeline in plan.pipelines:
-            terms = self._stages.every_terms(pipeline, sharing)
-            for i, stage in enumerate(pipeline.stages):
-                in_flight = pipeline.in_flight(i)
-                for worker, rank in zip(stage.workers, terms[i].ranks, strict=True):
-                    node = node_of(worker)
-                    num_bytes = rank.host_bytes + in_flight * rank.moved_bytes
-                    found[node] = found.get(node, 0.0) + num_bytes
+        if self._uses_host_memory(plan):
+            for worker, rank, in_flight in self._ranks(plan):
+                node = node_of(worker)
+                num_bytes = rank.host_bytes + in_flight * rank.moved_bytes
+                found[node] = found.get(node, 0.0) + num_bytes
         return found
 
     def _uses_host_memory(self, plan: Plan) -> bool:
         if plan.offloads or self.parameters.offload_optimizer:
             return True
-        return any(
-            (stage.recompute or self._stages.recompute) == "offload" for stage in plan.stages
-        )
+        return any(self._stages.recompute_of(stage) == "offload" for stage in plan.stages)
 
     def not_offloaded(self, plan: Plan) -> str | None:
         """Explain why a node's host memory does not hold the plan's part; None if each does.
@@ -164,7 +148,7 @@ class PlanMemory:
         """
         if not self.parameters.elastic or plan.spmd is not None:
             return ()
-        state = {worker: rank.state_bytes for worker, rank in self._ranks(plan)}
+        state = {worker: rank.state_bytes for worker, rank, _ in self._ranks(plan)}
         moved = self.staged_by_node(plan)
         offloaded = self.offloaded_by_node(plan)
         fleet = self._stages.fleet
@@ -174,13 +158,15 @@ class PlanMemory:
             found.append(replace(node, offloaded_bytes=offloaded_bytes))
         return tuple(found)
 
-    def _ranks(self, plan: Plan) -> Iterator[tuple[str, RankBytes]]:
-        """Yield every worker and its bytes, in plan order."""
+    def _ranks(self, plan: Plan) -> Iterator[tuple[str, RankBytes, int]]:
+        """Yield every worker, its bytes, and its microbatches in flight, in plan order."""
         sharing = sharing_of(plan)
         for pipeline in plan.pipelines:
             terms = self._stages.every_terms(pipeline, sharing)
-            for stage, each in zip(pipeline.stages, terms, strict=True):
-                yield from zip(stage.workers, each.ranks, strict=True)
+            for i, stage in enumerate(pipeline.stages):
+                in_flight = pipeline.in_flight(i)
+                for worker, rank in zip(stage.workers, terms[i].ranks, strict=True):
+                    yield worker, rank, in_flight
 
     def sync_jobs(self, plan: Plan) -> tuple[SyncJob, ...]:
         """Return `planner.cost.links.sync.sync_jobs` of a plan, cached."""

@@ -62,17 +62,25 @@ def main() -> int:
     return int(broken)
 
 
-def _options() -> argparse.Namespace:
+def strike_parser(
+    description: str | None, seeds: str, strikes: int, minutes: float
+) -> argparse.ArgumentParser:
+    """Return the options that benchmarks of drawn strikes share, with these defaults."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", default="1,2,3,4")
-    parser.add_argument("--strikes", type=int, default=50, help="of each seed")
-    parser.add_argument("--minutes", type=float, default=5.0, help="start no job after that")
+    parser.add_argument("--seeds", default=seeds)
+    parser.add_argument("--strikes", type=int, default=strikes, help="of each seed")
+    parser.add_argument("--minutes", type=float, default=minutes, help="start no job after that")
     parser.add_argument(
         "--append", action="store_true", help="go on after the jobs that the document has"
     )
-    parser.add_argument("--keep", type=Path, help="keep the logs of jobs that broke a promise here")
+    parser.add_argument("--keep", type=Path, help="keep the files of jobs that went wrong here")
+    return parser
+
+
+def _options() -> argparse.Namespace:
+    parser = strike_parser(__doc__, "1,2,3,4", 50, 5.0)
     parser.add_argument("--raylets", action="store_true", help="strike raylets of a Ray cluster")
     parser.add_argument("--json", type=Path, help="default: chaos.json, or chaos_raylets.json")
     options = parser.parse_args()

@@ -45,6 +45,7 @@ from autohet.driver.emulated import fleet as emulated_fleet
 from autohet.driver.emulated.fleet import HEALTH_CHECKS
 from autohet.driver.ray import cluster as ray_cluster
 from scripts.benchmarks.provenance import provenance
+from scripts.benchmarks.recovery.chaos import strike_parser
 from tests.harness.chaos.raylets import RayNodes, cluster_of_nodes
 from tests.harness.exact_job import NODES, differing_shards, exact_job, train_alone
 from tests.harness.history import history_of
@@ -429,17 +430,8 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", default="1,2,3,4,5,6,7,8,9,10")
-    parser.add_argument("--strikes", type=int, default=6, help="of each seed")
-    parser.add_argument("--minutes", type=float, default=20.0, help="start no job after that")
-    parser.add_argument(
-        "--append", action="store_true", help="go on after the jobs that the document has"
-    )
+    parser = strike_parser(__doc__, "1,2,3,4,5,6,7,8,9,10", 6, 20.0)
     parser.add_argument("--redis", metavar="SERVER", help="binary of a Redis server")
-    parser.add_argument("--keep", type=Path, help="keep the files of jobs that went wrong here")
     parser.add_argument("--json", type=Path, default=RESULTS)
     return parser.parse_args()
 
