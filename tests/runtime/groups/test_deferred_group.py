@@ -105,7 +105,9 @@ def test_a_first_use_blocks_on_the_host_and_a_generation_makes_it_before() -> No
     """Nothing wakes a first use: so `GenerationGroups` connects while it builds, in a thread that
     an interrupt leaves behind.
     """
-    alone = DeferredGroup("alone", ("a", "b"), "a", HashStore(), CPU, 1.0)
+    nobody = HashStore()
+    nobody.set_timeout(timedelta(seconds=1))  # of its own: without it 300 s, whatever the group's
+    alone = DeferredGroup("alone", ("a", "b"), "a", nobody, CPU, 1.0)
     with pytest.raises(PeerLost):
         alone.all_reduce(torch.zeros(1))
     store = TCPStore(
