@@ -1,4 +1,6 @@
-"""A driver that stood still while a later one took its run over: nothing of it counts."""
+"""A driver that stood still while a later one took its run over: nothing of it counts, whether or
+not it reaches the storage that would tell it so.
+"""
 
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import ray
 from autohet.control.values.observation import Prune
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
+from autohet.driver.checkpoints.spending import Spending, store_spending
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.run_actors import living_actors, request_stop
 from autohet.driver.ray.workers import WorkerSettings
@@ -19,19 +22,24 @@ from autohet.driver.ray.workforce import RayWorkforce
 from autohet.runtime.job import Job
 from recovery.checkpoint.errors import Superseded
 from recovery.state.ancestry import Descent
+from recovery.state.layout import Layout
+from recovery.storage.errors import StorageUnreachable
 from recovery.storage.open import open_storage
+from tests.harness.faulty_storage import FaultyStorage
 from tests.harness.local_fleet import local_fleet, make_job
 from tests.harness.waits import wait_until
 
 pytestmark = pytest.mark.cluster
 RUN = "tiny-0123456789"
+EMPTY = Layout({}, {})
 NINTH = Descent(generation=9, parent=None, first_step=0)
 LEASE_S = 0.5
+ALWAYS = 10**6
 
 
 def driver_of(job: Job) -> RayWorkforce:
     """A driver's side of Ray and storage, as it stands before it takes a run over."""
-    storage = open_storage(job.checkpoint_storage)
+    storage = FaultyStorage(open_storage(job.checkpoint_storage))
     durable = Durable(storage, RunFacts(job.name, {}, {}), Retention(1), lease_s=LEASE_S)
     return RayWorkforce(job, RUN, durable, None, WorkerSettings(1, outlives=True))
 
@@ -45,6 +53,15 @@ def freeze(driver: RayWorkforce) -> None:
     """Renew its lease no more."""
     assert driver._durable._keeper is not None
     driver._durable._keeper.close()
+
+
+def cut_storage(driver: RayWorkforce) -> None:
+    for method in ("put", "get", "size", "list", "delete"):
+        driver._durable.storage.fault(method, fail, times=ALWAYS)
+
+
+def fail(name: str, call: Callable[[], Any]) -> None:
+    raise StorageUnreachable(name, "no connection")
 
 
 def traces(job: Job) -> dict[str, Any]:
@@ -81,7 +98,7 @@ def command(driver: RayWorkforce, *command: Any) -> None:
 
 def take_over_late(driver: RayWorkforce) -> None:
     """It stood still after it had claimed its epoch."""
-    with pytest.raises(Superseded):
+    with pytest.raises((Superseded, StorageUnreachable)):
         driver.take_over(driver._durable.epoch, restart=True)
 
 
@@ -101,8 +118,11 @@ STALE: dict[str, Callable[[RayWorkforce, str], Any]] = {
     "prunes snapshots": lambda old, node: command(old, "prune", Prune((9, 9), 9, frozenset())),
     "ends processes": lambda old, node: command(old, "close", True),
     "claims a generation": lambda old, node: old._durable.claim(NINTH),
+    "commits a step": lambda old, node: old.commit_checkpoint(4, 1, EMPTY, ()),
+    "stores its dollars": lambda old, node: store_spending(
+        old._durable.storage, Spending(0.0, 1.0), old._durable.epoch
+    ),
     "takes over late": lambda old, node: take_over_late(old),
-    "closes": lambda old, node: old.close(forget_snapshots=True),
 }
 """Each with what it does after it has woken, on the run of the driver that has replaced it."""
 
@@ -123,11 +143,16 @@ def test_nothing_of_a_driver_that_was_replaced_counts(tmp_path: Path) -> None:
         new.publish({"state": "new"})
         old._stops = True
         before = traces(job)
-        for what, act in STALE.items():
-            act(old, node)
-            for pool in (old._durable.claim_pool, old._durable.work_pool):
-                pool.submit(lambda: None).result()
-            assert traces(job) == before, what
+        for is_cut in (False, True):
+            if is_cut:
+                cut_storage(old)
+            for what, act in STALE.items():
+                act(old, node)
+                for pool in (old._durable.claim_pool, old._durable.work_pool):
+                    pool.submit(lambda: None).result()
+                assert traces(job) == before, (what, is_cut)
+        old.close(forget_snapshots=True)
+        assert traces(job) == before, "closes"
         assert new.charge.is_mine
         old._durable.close(at_once=True)
         new.close(forget_snapshots=True)
