@@ -145,8 +145,8 @@ def describe_summary(summary: dict[str, Any]) -> str:
     goal = summary.get("goal")
     if goal is not None:
         of = "" if goal["budget_usd"] is None else f" of {goal['budget_usd']:,.2f}"
-        late = " after its deadline" if goal["in_time"] is False else ""
-        lines.append(f"nodes: {goal['spent_usd']:,.2f}{of} USD{late}")
+        ended = {True: ", before the deadline", False: ", after the deadline", None: ""}
+        lines.append(f"nodes: {goal['spent_usd']:,.2f}{of} USD{ended[goal['in_time']]}")
     lines.append(f"checkpoint: {summary['checkpoint']}\nevents: {summary['events']}")
     return "\n".join(lines)
 

@@ -12,6 +12,7 @@ import ray
 import torch
 
 from autohet.cli.main import main
+from autohet.cli.train import describe_summary
 from tests.harness.local_fleet import cluster_document, write_documents
 from tests.harness.s3_server import s3_server
 
@@ -284,3 +285,18 @@ def test_the_storage_of_the_command_line_comes_before_the_jobs(
     assert str(tmp_path / "file") in complaint(
         *documents(), capsys, "--storage", str(tmp_path / "file")
     )
+
+
+@pytest.mark.parametrize(
+    ("in_time", "said"),
+    [(True, "USD, before the deadline"), (False, "USD, after the deadline"), (None, "USD")],
+)
+def test_a_summary_says_whether_the_deadline_was_kept(in_time: bool | None, said: str) -> None:
+    summary: dict[str, Any] = {
+        **dict.fromkeys(("final_loss", "goodput", "checkpoint", "events")),
+        **dict.fromkeys(("reason", "steps", "generations", "steps_lost"), 0),
+        "reconfigurations": [],
+        "goal": {"spent_usd": 1.5, "budget_usd": 2.0, "in_time": in_time},
+    }
+    lines = describe_summary(summary).splitlines()
+    assert f"nodes: 1.50 of 2.00 {said}" in lines
