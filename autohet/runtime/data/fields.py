@@ -98,7 +98,7 @@ def _messages_in(value: Any, field: str) -> Any:
     Raises:
         BrokenRecord: the text is a list of messages as Python shows it.
     """
-    if isinstance(value, dict) and "role" in value:
+    if isinstance(value, dict) and value.keys() & {"role", "from"}:
         return [value]
     if not isinstance(value, str) or not value.lstrip().startswith("[{") or not _ROLE.search(value):
         return value
