@@ -36,7 +36,7 @@ FORMAT_BY_SUFFIX = {
 }
 TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 PROBLEM_BY_MAGIC = {
-    b"PK\x03\x04": "a ZIP archive; unpack it",
+    b"PK\x03\x04": "a ZIP archive; unpack it, or save a workbook's sheet as CSV",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it",
     b"Rar!\x1a\x07": "a RAR archive; unpack it",
     b"%PDF-": "the binary data of a PDF document; extract its text",

@@ -63,7 +63,9 @@ def conversation_of(record: Document, field: str) -> Conversation:
                 f" {SKIP_REMEDY}"
             )
     system = record.get(SYSTEM)
-    if isinstance(system, str) and system and messages[0]["role"] != SYSTEM:
+    if system and not isinstance(system, str):
+        raise BrokenRecord(f"field {SYSTEM!r} holds {str(system)[:40]!r}, no text; fix the line")
+    if system and system.strip() and messages[0]["role"] != SYSTEM:
         messages = [{"role": SYSTEM, "content": system}, *messages]
     elif record.get(SYSTEM_PROMPT) and messages[0]["role"] != SYSTEM:
         warn_once(f"{SYSTEM_PROMPT!r} has no effect on conversations; call the field {SYSTEM!r}")

@@ -124,6 +124,7 @@ def test_content_of_another_type_is_its_text(
         ({"messages": turns("a"), "images": ["a.png"]}, ["'images'", "only text is trained on"]),
         ({"messages": turns({"content": {"a": 1}})}, ["message 2", "only text is trained on"]),
         ({"messages": [{"role": "human", "content": "x"}]}, ["'human'", "'user'"]),
+        ({"messages": turns("a"), "system": ["Be brief."]}, ["'system'", "no text"]),
         ({"messages": turns("a"), "tools": {"name": "f"}}, ["'tools'", "a list of tools"]),
         *(
             ({"messages": turns({"tool_calls": calls})}, ["tool call is", "name and arguments"])
