@@ -128,10 +128,6 @@ def job_with(*trackers: str | TrackerEntry) -> Job:
 
 
 def test_trackers_that_are_not_there(tmp_path, caplog, monkeypatch):
-    with pytest.raises(
-        ConfigError, match="Unknown tracker 'comet'; choose from mlflow, tensorboard, wandb"
-    ):
-        make_callbacks(job_with("comet"), tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with caplog.at_level(logging.WARNING, "autohet"):
         assert make_callbacks(job_with("wandb"), tmp_path) == ([], {})

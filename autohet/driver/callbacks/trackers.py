@@ -18,7 +18,6 @@ from typing import Protocol
 from autohet.driver.callbacks.protocol import Callback
 from autohet.driver.events.living_nodes import LivingNodes
 from autohet.runtime.job import Job, TrackerEntry
-from planner.errors import ConfigError
 from planner.inputs.documents import Json
 from recovery.checkpoint.commit import list_checkpoints
 from recovery.storage.errors import ObjectMissing, StorageError
@@ -256,18 +255,10 @@ def make_callbacks(
     """Create the trackers that a job names; return them and their ids of the run by kind.
 
     Their files go below `directory`. known_ids: ids of the run that is resumed.
-
-    Raises:
-        ConfigError: there is no such tracker.
     """
     known_ids = known_ids or {}
     found: list[Callback] = []
     ids: dict[str, str] = {}
-    for entry in job.tracker_entries:
-        if entry.kind not in TRACKERS:
-            kinds = ", ".join(sorted(TRACKERS))
-            raise ConfigError(f"Unknown tracker '{entry.kind}'; choose from {kinds}.")
-
     for entry in job.tracker_entries:
         known_id = known_ids.get(entry.kind)
         run = TrackedRun(

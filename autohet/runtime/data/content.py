@@ -36,7 +36,7 @@ FORMAT_BY_SUFFIX = {
 }
 TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 PROBLEM_BY_MAGIC = {
-    b"PK\x03\x04": "a ZIP archive; unpack it",
+    b"PK\x03\x04": "a ZIP archive; unpack it, or save a workbook's sheet as CSV",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it",
     b"Rar!\x1a\x07": "a RAR archive; unpack it",
     b"%PDF-": "the binary data of a PDF document; extract its text",
@@ -188,19 +188,19 @@ def _json_format(known: str | None, text: str, whole: bool, text_field: str) -> 
     opens_object = _OBJECT.match(text) is not None
     # One line that is longer than the sample.
     is_long_line = not complete and opens_object
+    # An object that is spread over lines begins with its brace alone.
+    is_spread = bool(complete) and complete[0].strip() == "{"
     if known == "text":
         # Prose may hold a line of JSON: in a text file all lines must be records with text.
         are_records = len(records) == len(values) and all(text_field in each for each in records)
         is_lines = bool(records) and are_records
         is_lines |= is_long_line and f'"{text_field}"' in rest
     else:
-        # One object that is spread over lines begins with its brace alone.
-        is_spread = bool(complete) and complete[0].strip() == "{"
         is_lines = bool(records) and not is_spread and (by_name or opens_object)
         is_lines |= is_long_line
-    if is_lines or known == "jsonl":
+    if is_lines or (known == "jsonl" and not is_spread):
         return Content("jsonl", record=records[0] if records else None)
-    if known != "json":
+    if not by_name:
         return None
     value = _parsed(text) if whole else None
     return Content("json", record=value if isinstance(value, dict) else None)

@@ -9,7 +9,12 @@ from typing import Any
 
 from autohet.runtime.data.chat.pieces import ASSISTANTS
 from autohet.runtime.data.chat.targets import REASONING, TRAINED_KEYS, warn_once
-from autohet.runtime.data.chat.template import ChatMessage, Conversation, text_of_content
+from autohet.runtime.data.chat.template import (
+    ChatMessage,
+    Conversation,
+    json_text,
+    text_of_content,
+)
 from autohet.runtime.data.records import SKIP_REMEDY, BrokenRecord, is_conversation, remedy_for
 from planner.inputs.documents import Document
 
@@ -58,7 +63,9 @@ def conversation_of(record: Document, field: str) -> Conversation:
                 f" {SKIP_REMEDY}"
             )
     system = record.get(SYSTEM)
-    if isinstance(system, str) and system and messages[0]["role"] != SYSTEM:
+    if system and not isinstance(system, str):
+        raise BrokenRecord(f"field {SYSTEM!r} holds {str(system)[:40]!r}, no text; fix the line")
+    if system and system.strip() and messages[0]["role"] != SYSTEM:
         messages = [{"role": SYSTEM, "content": system}, *messages]
     elif record.get(SYSTEM_PROMPT) and messages[0]["role"] != SYSTEM:
         warn_once(f"{SYSTEM_PROMPT!r} has no effect on conversations; call the field {SYSTEM!r}")
@@ -115,11 +122,11 @@ def _message(given: Document, number: int) -> ChatMessage:
         raise BrokenRecord(f"message {number} has the unknown role {role!r}; {hint}")
     if "content" in message:
         message["content"] = _content(message["content"], role, number)
-    if "function_call" in message:
-        call = _parsed(message.pop("function_call"), "function_call")
-        message.setdefault("tool_calls", [{"type": "function", "function": call}])
-    if "tool_calls" in message:
-        message["tool_calls"] = _parsed(message["tool_calls"], "tool_calls")
+    function = _parsed(message.pop("function_call", None), "function_call")
+    older = function and {"type": "function", "function": function}
+    message["tool_calls"] = _calls(message.get("tool_calls") or older)
+    if not message["tool_calls"]:
+        del message["tool_calls"]
     if role in ASSISTANTS and not _has_content(message):
         raise BrokenRecord(
             f"message {number} is an empty turn of the assistant; remove the turn, or {SKIP_REMEDY}"
@@ -136,7 +143,7 @@ def _content(content: Any, role: str, number: int) -> str | list[dict[str, str]]
     if role in TOOLS and are_parts:
         are_parts = all(isinstance(part, dict) and "type" in part for part in parts)
     if not are_parts:
-        return json.dumps(content, ensure_ascii=False)
+        return json_text(content)
     return [_text_part(part, number) for part in parts]
 
 
@@ -150,6 +157,25 @@ def _text_part(part: Any, number: int) -> dict[str, str]:
             f" on; remove the part, or {SKIP_REMEDY}"
         )
     return {"type": "text", "text": text}
+
+
+def _calls(value: Any) -> list[Document]:
+    """Return tool calls, given as a list, as one call, or as JSON text of either.
+
+    Raises:
+        BrokenRecord: a call is no object, or has no name.
+    """
+    given = _parsed(value, "tool_calls") or []
+    given = given if isinstance(given, list) else [given]
+    calls = [_parsed(each, "tool_calls") for each in given]
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "name" not in function:
+            raise BrokenRecord(
+                f"a tool call is {str(call)[:40]!r}; give an object with name and"
+                f" arguments, or {SKIP_REMEDY}"
+            )
+    return calls
 
 
 def _has_content(message: ChatMessage) -> bool:

@@ -179,6 +179,8 @@ class _Completions:
         prompt = record.get(PROMPT)
         completion = record.get(field)
         if isinstance(prompt, list) and isinstance(completion, list):
+            if prompt and completion[: len(prompt)] == prompt:
+                completion = completion[len(prompt) :]
             return render_completion(
                 self._loaded(),
                 conversation_of(record, PROMPT),
@@ -380,9 +382,10 @@ class TokenExamples:
             mask = record.get(name)
             if name == self.field or not isinstance(mask, list):
                 continue
-            if len(mask) != len(ids):
+            num_values = sum(isinstance(each, int | float) for each in mask)
+            if num_values != len(ids) or len(mask) != len(ids):
                 raise BrokenRecord(
-                    f"field {name!r} holds {len(mask)} values for {len(ids)} tokens; fix the line,"
+                    f"field {name!r} holds {num_values} values for {len(ids)} tokens; fix the line,"
                     f" or {SKIP_REMEDY}"
                 )
             counts = counts & (np.asarray(mask) != left_out)

@@ -39,9 +39,8 @@ class PlainExamples:
     def __init__(self, kind: ExampleKind, data: DataSection) -> None:
         self._kind = kind
         self._data = data
-        self._is_sharegpt = data.kind == "sharegpt"
         begins = data.begin_of_document is None
-        rules = json.dumps([data.fields, self._is_sharegpt, begins])
+        rules = json.dumps([data.fields, data.kind == "sharegpt", begins])
         self.identity = f"{kind.identity} of records {rules}"
 
     @property
@@ -49,8 +48,6 @@ class PlainExamples:
         found: list[str] = []
         for column in self._kind.columns:
             found += _listed(self._data.field_of(column))
-        if self._is_sharegpt:
-            found += _listed(self._data.field_of("system"))
         return tuple(dict.fromkeys(found))
 
     def extract(self, record: Any) -> Any:
@@ -67,9 +64,8 @@ class PlainExamples:
             if name in renamed:
                 renamed[name] = _messages_in(renamed[name], name)
         turns = str(self._data.field_of("messages"))
-        system = renamed.pop("system", None) if self._is_sharegpt else None
         if turns in renamed:
-            renamed[turns] = _chat_messages(renamed[turns], system)
+            renamed[turns] = _chat_messages(renamed[turns])
         return self._kind.extract(renamed)
 
     def encode(self, extracted: Sequence[Any]) -> list[Example]:
@@ -98,7 +94,7 @@ def _messages_in(value: Any, field: str) -> Any:
     Raises:
         BrokenRecord: the text is a list of messages as Python shows it.
     """
-    if isinstance(value, dict) and "role" in value:
+    if isinstance(value, dict) and value.keys() & {"role", "from"}:
         return [value]
     if not isinstance(value, str) or not value.lstrip().startswith("[{") or not _ROLE.search(value):
         return value
@@ -131,21 +127,14 @@ def _joined(record: Document, fields: list[str]) -> Any:
     return "\n".join(texts) or None
 
 
-def _chat_messages(turns: Any, system: Any) -> Any:
-    """Return turns as messages, after the record's system prompt.
-
-    A cell of a CSV file holds its conversation as JSON text.
-    """
+def _chat_messages(turns: Any) -> Any:
+    """Return turns as messages; a cell of a CSV file holds them as JSON text."""
     if isinstance(turns, str):
         with suppress(ValueError):
             turns = without_nulls(json.loads(turns))
     if not is_conversation(turns):
         return turns
-    messages = [_message(turn) for turn in turns]
-    first = messages[0].get("role", messages[0].get("from"))
-    if isinstance(system, str) and system.strip() and first != "system":
-        return [{"role": "system", "content": system}, *messages]
-    return messages
+    return [_message(turn) for turn in turns]
 
 
 def _message(turn: Document) -> Document:

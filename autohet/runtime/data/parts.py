@@ -57,7 +57,7 @@ TOKENS_PER_READ = 1 << 22
 TEXTS_PER_CALL = 1024
 CHARACTERS_PER_CALL = 1 << 20
 EXAMPLES_PER_CALL = 256
-READING_VERSION = 6
+READING_VERSION = 7
 """Version of the way records are read; it changes whenever equal files could give other tokens."""
 KEYS_FILE = "keys.json"
 FAILED_FILE = "failed"

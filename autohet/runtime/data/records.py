@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
@@ -31,15 +31,15 @@ READINGS = {
     frozenset({"input_ids"}): "tokens_field: input_ids",
 }
 """Keys of `data` for records with fields of these names."""
-COMMON_FIELDS = {
-    frozenset({"question", "answer"}): "prompt: question, completion: answer",
-    frozenset({"question", "response"}): "prompt: question, completion: response",
-    frozenset({"query", "response"}): "prompt: query, completion: response",
-    frozenset({"instruction", "response"}): "prompt: instruction, completion: response",
-    frozenset({"instruction", "output"}): "prompt: [instruction, input], completion: output",
-    frozenset({"input", "output"}): "prompt: input, completion: output",
-}
-"""Values of `data.fields` for columns that many data sets have."""
+PROMPT_COLUMNS = (
+    *("system", "instruction", "context", "input", "inputs", "question", "query", "problem"),
+    *("prompt", "user", "article", "document"),
+)
+ANSWER_COLUMNS = (
+    *("completion", "answer", "response", "output", "target", "targets", "solution", "assistant"),
+    "summary",
+)
+"""Columns of prompts and completions in many data sets, for values of `data.fields`."""
 TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
 TEXT_MEMBERS = ("content", "value", "text")
 """Members of a message that are text where a table of mixed types stores `4` for them."""
@@ -168,9 +168,13 @@ def remedy_for(record: Document, otherwise: str) -> str:
     for columns, key in READINGS.items():
         if columns <= record.keys():
             return f"set data.{key}"
-    for columns, fields in COMMON_FIELDS.items():
-        if columns <= record.keys():
-            return f"set data.kind: prompt_completion, and data.fields: {{{fields}}}"
+    names = {str(name).lower(): name for name in record}
+    prompts = [names[each] for each in PROMPT_COLUMNS if each in names]
+    answers = [names[each] for each in ANSWER_COLUMNS if each in names]
+    if prompts and answers:
+        prompt = prompts[0] if len(prompts) == 1 else f"[{', '.join(prompts)}]"
+        fields = f"{{prompt: {prompt}, completion: {answers[0]}}}"
+        return f"set data.kind: prompt_completion, and data.fields: {fields}"
     for name, value in record.items():
         if is_conversation(value):
             kind = "chat" if "role" in value[0] else "sharegpt"
@@ -244,20 +248,29 @@ def _lines(stream: Readable) -> Iterator[bytes]:
 
 
 def read_json(stream: Readable, name: str, extract: Extract[T], broken: BrokenLines) -> Iterator[T]:
-    """Yield the result of `extract` for each object of a JSON array, or for the file's one object.
+    """Yield the result of `extract` for each object of a JSON array, or of objects in a row.
 
     Raises:
         ConfigError: the file is no JSON value, or larger than MAX_JSON_BYTES.
     """
     content = _read_whole(stream, name)
+    records: list[Any] = []
     try:
-        value = json.loads(content)
+        for value in _values(content.decode(json.detect_encoding(content))):
+            records += value if isinstance(value, list) else [value]
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{name} is neither JSON lines nor one JSON value ({error}); fix it, or set data.format"
         ) from error
-    records = value if isinstance(value, list) else [value]
     yield from _extracted(records, name, "record", extract, broken)
+
+
+def _values(text: str) -> Iterator[Any]:
+    """Yield the JSON values of a text, with white space between them."""
+    place = 0
+    while rest := re.compile(r"\S").search(text, place):
+        value, place = json.JSONDecoder().raw_decode(text, rest.start())
+        yield value
 
 
 def _extracted(
@@ -371,7 +384,7 @@ def _rows(batches: Iterable[pa.RecordBatch], names: Sequence[str]) -> Iterator[D
         with suppress(ValueError, TypeError, KeyError):
             features = json.loads(columns.metadata[b"huggingface"])["info"]["features"] or {}
         parse = _members_parser(columns, features, TEXT_COLUMNS)
-        for record in batch.to_pylist():
+        for record in batch.to_pylist(maps_as_pydicts="lossy"):
             yield nulls | (record if parse is None else parse(record))
 
 
@@ -472,7 +485,9 @@ def read_csv(
         header = read_header(lines)
         separator, names = split_header(header, columns)
         _columns(names, columns, name)
-        rows = csv.DictReader(chain([header], lines), delimiter=separator)
+        # Of columns with one name the first has it, as for `datasets`.
+        unlike = [f"{n}.{at}" if n in names[:at] else n for at, n in enumerate(names)]
+        rows = csv.DictReader(lines, unlike, delimiter=separator)
         records = ({key: cell or None for key, cell in row.items()} for row in rows)
 
         def extract_row(record: dict[str | None, Any]) -> T:

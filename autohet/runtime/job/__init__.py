@@ -25,7 +25,7 @@ from autohet.runtime.job.model import AdapterSection, ModelSection
 from autohet.runtime.job.parallelism import ParallelismSection
 from autohet.runtime.job.requirements import require
 from autohet.runtime.job.strict_document import key_of, read_yaml, to_dataclass
-from autohet.runtime.job.trackers import TrackerEntry
+from autohet.runtime.job.trackers import TrackerEntry, TrackerKind
 from autohet.runtime.job.training import TrainingSection
 from planner.inputs.documents import Document, Json
 from planner.plans.formats import check_named_formats
@@ -70,7 +70,7 @@ class Job:
     """Reactions to changes of the fleet, and timeouts."""
     parallelism: ParallelismSection = field(default_factory=ParallelismSection)
     """Limits and wishes for the planner."""
-    trackers: tuple[str | TrackerEntry, ...] = ()
+    trackers: tuple[TrackerKind | TrackerEntry, ...] = ()
     """Trackers that follow the run by its events: `tensorboard`, `wandb`, `mlflow`.
 
     A tracker that is not installed is left out. An entry is a kind or a mapping of `kind`,

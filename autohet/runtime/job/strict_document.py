@@ -293,20 +293,12 @@ def _value_at(document: Any, place: str) -> Any:
 
 def _choices(cls: Any, place: str) -> tuple[Any, ...]:
     """Return the values of the Literal at `place`; empty if there is none."""
-    # Names alone: an index leads to the element type of the name before it.
-    for key in re.findall(r"[A-Za-z_]\w*", place):
+    words: tuple[Any, ...] = ()
+    for key, index in re.findall(r"([A-Za-z_]\w*)(\[)?", place):
         hint = typing.get_type_hints(cls).get(key)
-        if words := _words_of(hint):
-            return words
-        cls = _dataclass_in(hint) or _dataclass_of_elements(hint)
+        hint = _element_of(hint) if index else hint
+        words = _words_of(hint)
+        cls = _dataclass_in(hint)
         if cls is None:
-            return ()
-    return ()
-
-
-def _dataclass_of_elements(hint: Any) -> type | None:
-    """Return the dataclass among the arguments of a container's type; None if there is none."""
-    for argument in typing.get_args(hint):
-        if isinstance(argument, type) and dataclasses.is_dataclass(argument):
-            return argument
-    return None
+            break
+    return words

@@ -1,8 +1,11 @@
 """An entry of `trackers`: a tracker that follows the run, with its settings."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from autohet.runtime.job.requirements import require
+
+TrackerKind = Literal["tensorboard", "wandb", "mlflow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +16,7 @@ class TrackerEntry:
     `MLFLOW_EXPERIMENT_NAME`, ...), else from the job.
     """
 
-    kind: str
+    kind: TrackerKind
     """`tensorboard`, `wandb` or `mlflow`."""
     project: str | None = None
     """Project of W&B, experiment of MLflow; null: `autohet`."""

@@ -28,6 +28,7 @@ from autohet.runtime.job import Job
 from autohet.runtime.messages import EVALUATIONS
 from autohet.runtime.state.export_config import default_generation_config
 from planner.errors import ConfigError
+from planner.inputs.documents import Document
 from recovery.checkpoint.manifest import Manifest
 from recovery.storage.contents import holds
 from recovery.storage.protocol import Storage
@@ -42,6 +43,7 @@ BYTES_END = "<|endoftext|>"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+FAST_CLASS = "PreTrainedTokenizerFast"
 CHAT_TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
 """Folder of a tokenizer's other templates, such as `tool_use.jinja`."""
@@ -123,11 +125,8 @@ def model_files(job: Job, document: Mapping[str, Any]) -> ModelFiles:
 
 def _with_ends(content: bytes, ends: Collection[int]) -> bytes:
     """Return a generation config whose end tokens include `ends`; unchanged if they do."""
-    config: Any = None
-    with suppress(ValueError):
-        config = json.loads(content)
-    if not isinstance(config, dict):
-        # The pretrained model's own file is broken, which its readers say.
+    config = _object_in(content)
+    if not config:
         return content
     own = config.get("eos_token_id")
     known = own if isinstance(own, list) else [own]
@@ -138,6 +137,25 @@ def _with_ends(content: bytes, ends: Collection[int]) -> bytes:
     # Else the library may take the end token of config.json instead.
     config.pop("_from_model_config", None)
     return _as_json({**config, "eos_token_id": tokens[0] if len(tokens) == 1 else tokens})
+
+
+def _with_older_names(content: bytes) -> bytes:
+    """Return a tokenizer's config as transformers 4.x and 5 read it; 5 alone reads its own form."""
+    config = _object_in(content)
+    older = dict(config)
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        older["tokenizer_class"] = FAST_CLASS
+    if isinstance(config.get("extra_special_tokens"), list):
+        older["additional_special_tokens"] = older.pop("extra_special_tokens")
+    return content if older == config else _as_json(older)
+
+
+def _object_in(content: bytes) -> Document:
+    """Return the object of a JSON file; empty if the file is broken, which its readers say."""
+    found = None
+    with suppress(ValueError):
+        found = json.loads(content)
+    return found if isinstance(found, dict) else {}
 
 
 def _trained_ends(job: Job) -> list[int]:
@@ -171,6 +189,8 @@ def _tokenizer_files(job: Job) -> dict[str, bytes]:
     contents = _of_file(Path(name), job) if Path(name).is_file() else _of_directory(name)
     if not contents:
         logger.warning("data.tokenizer %r is not on this machine: exports will have none", name)
+    if TOKENIZER_CONFIG in contents:
+        contents[TOKENIZER_CONFIG] = _with_older_names(contents[TOKENIZER_CONFIG])
     if contents and job.data.chat_template is not None:
         contents = {file: each for file, each in contents.items() if "/" not in file}
         contents[CHAT_TEMPLATE] = given_template(job.data.chat_template).encode()
@@ -220,9 +240,7 @@ def _of_file(path: Path, job: Job) -> dict[str, bytes]:
         assert job.data is not None
         end = _tokenizer_of(job).end_token
         token = tokenizers.Tokenizer.from_file(job.data.tokenizer).id_to_token(end)
-        contents[TOKENIZER_CONFIG] = _as_json(
-            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}
-        )
+        contents[TOKENIZER_CONFIG] = _as_json({"tokenizer_class": FAST_CLASS, "eos_token": token})
     return contents
 
 
@@ -244,7 +262,7 @@ def _byte_tokenizer() -> dict[str, bytes]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": FAST_CLASS,
         "eos_token": BYTES_END,
         "clean_up_tokenization_spaces": False,
     }

@@ -350,9 +350,10 @@ def test_masks_of_tokenized_rows_are_theirs(tmp_path: Path, make_data: MakeData,
     assert counts.tolist() == [[False, False, True, True]]
     with pytest.raises(ConfigError, match=f"'{name}' leaves out 2 of 4.*data.packing: best_fit"):
         prepare_dataset(make_data(path, tokens_field="input_ids"), 3)
-    path.write_text(json.dumps({"input_ids": [1, 2, 3, 4], name: MASKS[name][1:]}))
-    with pytest.raises(ConfigError, match=f"'{name}' holds 3 values for 4 tokens"):
-        prepare_dataset(marked, 3)
+    for odd in (MASKS[name][1:], [[1], *MASKS[name][1:]], [None, *MASKS[name][1:]]):
+        path.write_text(json.dumps({"input_ids": [1, 2, 3, 4], name: odd}))
+        with pytest.raises(ConfigError, match=f"'{name}' holds 3 values for 4 tokens"):
+            prepare_dataset(marked, 3)
 
 
 def test_padding_of_tokenized_rows_is_left_out(tmp_path: Path, make_data: MakeData) -> None:

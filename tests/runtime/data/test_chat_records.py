@@ -52,6 +52,10 @@ def targets(tmp_path: Path, make_data: MakeData) -> Callable[..., tuple[str, lis
     return find
 
 
+CALL = {"type": "function", "function": {"name": "f", "parameters": {"a": 1}}}
+"""With Llama's name of arguments."""
+
+
 def turns(*answers: Any) -> list[Record]:
     """Questions with these answers: a text, or a message's keys."""
     messages: list[Record] = []
@@ -93,6 +97,13 @@ def test_a_turn_marked_as_untrained_is_no_target(targets: Any, key: str, templat
             turns({"content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}),
             ['"name": "f"', '"arguments": {"a": 1}'],
         ),
+        *(
+            (
+                turns({"content": None, "tool_calls": calls}),
+                ['"name": "f"', '"arguments": {"a": 1}'],
+            )
+            for calls in (CALL, json.dumps(CALL), [json.dumps(CALL)], [CALL["function"]])
+        ),
     ],
 )
 def test_content_of_another_type_is_its_text(
@@ -113,7 +124,12 @@ def test_content_of_another_type_is_its_text(
         ({"messages": turns("a"), "images": ["a.png"]}, ["'images'", "only text is trained on"]),
         ({"messages": turns({"content": {"a": 1}})}, ["message 2", "only text is trained on"]),
         ({"messages": [{"role": "human", "content": "x"}]}, ["'human'", "'user'"]),
+        ({"messages": turns("a"), "system": ["Be brief."]}, ["'system'", "no text"]),
         ({"messages": turns("a"), "tools": {"name": "f"}}, ["'tools'", "a list of tools"]),
+        *(
+            ({"messages": turns({"tool_calls": calls})}, ["tool call is", "name and arguments"])
+            for calls in (7, True, [1], [[CALL]], [{"function": "f"}], [{"function": None}])
+        ),
     ],
 )
 def test_what_no_template_can_show_is_refused(
@@ -268,6 +284,13 @@ def test_a_system_prompt_that_no_library_reads_is_named(
     with caplog.at_level(logging.WARNING):
         targets({"messages": messages, "system_prompt": "Be brief."})
     assert ("'system_prompt' has no effect" in caplog.text) is (role == "user")
+
+
+@pytest.mark.parametrize("calls", [[], "", "[]", "null", None])
+def test_a_list_without_calls_says_nothing(targets: Any, calls: Any) -> None:
+    """Wrong: Llama 3.1's template refuses a member that a table gives to all messages."""
+    messages = turns({"content": "one", "tool_calls": calls})
+    assert targets({"messages": messages}, trl_template("llama3_1"))[1] == ["one<|eot_id|>"]
 
 
 def test_functions_are_tools(targets: Any) -> None:

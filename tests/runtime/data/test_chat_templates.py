@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from autohet.runtime.data.chat.targets import render_chat, render_completion
+from autohet.runtime.data.chat.targets import render_chat, render_completion, turn_ends
 from autohet.runtime.data.chat.template import ChatTemplate, Conversation
 from autohet.runtime.data.conversations import conversation_of
 from autohet.runtime.data.examples import ChatExamples, Example
@@ -379,3 +379,10 @@ def test_targets_of_other_templates(library: PreTrainedTokenizerFast, case: str)
     whole = Conversation(messages[:-1], tools)
     completion = render_completion(ChatTemplate(template, {}), whole, messages[-1:], "completion")
     assert [completion.text[begin:end] for begin, end in completion.spans] == expected[-1:]
+
+
+def test_a_turn_without_an_end_has_no_token_as_its_end() -> None:
+    """Wrong: the begin token ends generation."""
+    template = "{{ bos_token }}" + EACH.replace("<{{ message.role }}>", "{{ message.role }}: ")
+    assert turn_ends(ChatTemplate(template + "\n{% endfor %}", {"bos_token": "<s>"})) == []
+    assert turn_ends(ChatTemplate(EACH + "{% endfor %}" + HEADER, {})) == ["<user>", "<tool>"]

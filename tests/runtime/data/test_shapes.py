@@ -100,6 +100,12 @@ QUESTION = {"prompt": "question", "completion": "answer"}
             "kind: prompt_completion, and data.fields: {prompt: question, completion: answer}",
             {"fields": QUESTION},
         ),
+        (
+            {"Instruction": "Why?", "Context": "", "Response": "So."},
+            "kind: prompt_completion, and data.fields:"
+            " {prompt: [Instruction, Context], completion: Response}",
+            {"fields": {"prompt": ("Instruction", "Context"), "completion": "Response"}},
+        ),
         ({"dialog": DIALOG[:2]}, "kind: chat, and data.messages_field: dialog", {}),
         ({"turns": TURNS}, "kind: sharegpt, and data.messages_field: turns", {}),
     ],
@@ -236,6 +242,11 @@ def test_messages_in_a_text_are_messages(
     same_rows(make_data, tmp_path, [given], [plain], kind=kind)
     single = {name: value if name == "prompt" else value[0] for name, value in plain.items()}
     same_rows(make_data, tmp_path, [single], [plain], kind=kind)
+    spoken = json.loads(json.dumps(single).replace("role", "from").replace("content", "value"))
+    same_rows(make_data, tmp_path, [spoken], [plain], kind=kind)
+    # Answers that repeat their prompt.
+    whole = {name: value if name == "prompt" else DIALOG + value for name, value in plain.items()}
+    same_rows(make_data, tmp_path, [whole], [plain], kind=kind)
     data = [{name: str(value) for name, value in plain.items()}]
     path = write_jsonl(tmp_path / "python.jsonl", data)
     with pytest.raises(ConfigError, match="no JSON, which has double quotes"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from autohet.driver.callbacks.trackers import TRACKERS
 from autohet.driver.job.elastic_trainer import as_job
 from autohet.runtime.job import (
     CheckpointSection,
@@ -35,6 +36,7 @@ from autohet.runtime.job.other_names import (
     WITHOUT_KEY,
     reason_without_key,
 )
+from autohet.runtime.job.trackers import TrackerKind
 from planner.errors import ConfigError
 from planner.inputs.profile import ProfileKey
 from planner.strategies import STRATEGIES
@@ -515,7 +517,7 @@ def test_other_libraries_names_lead_to_the_keys_here() -> None:
     assert set(FAMILIAR.split()) - answered == {"packing", "early_stopping_patience"}, (
         "our own keys"
     )
-    assert len(theirs - answered) < 60, "few of the libraries' names get no answer"
+    assert len(theirs - answered) < 40, "few of the libraries' names get no answer"
     for name in ("optim_args", "hub_token", "deepspeed", "plot_loss", "bias"):
         reason = reason_without_key(name)
         document = trainable()
@@ -572,6 +574,16 @@ def test_a_value_that_has_another_word_here_leads_to_it(
     document[section][key] = value
     with pytest.raises(ConfigError, match=rf"use one of .*; {value} is {ours} here$"):
         Job.from_document(document)
+
+
+def test_a_tracker_that_there_is_not_is_refused_with_the_choices() -> None:
+    """Wrong: refused once Ray has started."""
+    assert get_args(TrackerKind) == tuple(TRACKERS)
+    for entry, key in (("comet", ""), ({"kind": "comet"}, ".kind")):
+        document = {**trainable(), "trackers": ["wandb", entry]}
+        with pytest.raises(ConfigError) as caught:
+            Job.from_document(document)
+        assert f"trackers[1]{key} is 'comet' in the job: use one of tensor" in str(caught.value)
 
 
 def test_a_key_of_another_section_is_named_by_its_path() -> None:

@@ -349,11 +349,12 @@ def turn_ends(template: ChatTemplate) -> list[str]:
             text = _Turns(template, _fitted(template, Conversation([question, message]))).text
         except BrokenRecord:
             continue
-        mark = _ROLE_MARK.match(text.rpartition(PROBE)[2])
+        after = text.rpartition(PROBE)[2]
+        marks = _ROLE_MARK.findall(after)
         if template.ends_with_next:
-            *_, mark = [None, *_ROLE_MARK.finditer(text)]
-        if mark is not None:
-            found.append(mark.group(1))
+            found += marks[-1:]
+        elif _ROLE_MARK.match(after):
+            found += marks[:1]
     return list(dict.fromkeys(found))
 
 

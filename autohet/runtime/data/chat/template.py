@@ -342,13 +342,19 @@ def _assistant(content: Any) -> ChatMessage:
 
 
 def _with_arguments(call: Document, wants_text: bool) -> Document:
-    """Return a tool call with its arguments as JSON text, or as the value of that text."""
+    """Return a tool call with its arguments as JSON text, or as the value of that text.
+
+    `parameters` is Llama's name of arguments.
+    """
     function = call.get("function", call)
+    if "arguments" not in function:
+        names = {"parameters": "arguments"}
+        function = {names.get(key, key): value for key, value in function.items()}
     arguments = function.get("arguments")
     if arguments is None:
         arguments = {}
     if wants_text and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+        arguments = json_text(arguments)
     if not wants_text and isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
@@ -359,6 +365,20 @@ def _with_arguments(call: Document, wants_text: bool) -> Document:
             ) from error
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
+
+
+def json_text(value: Any) -> str:
+    """Return a value of a message as JSON text.
+
+    Raises:
+        BrokenRecord: a table holds a date, bytes or a decimal number there.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise BrokenRecord(
+            f"a message holds {str(value)[:40]!r} ({error}); store it as text, or {SKIP_REMEDY}"
+        ) from error
 
 
 def given_template(given: str) -> str:
