@@ -10,8 +10,9 @@ import yaml
 
 from planner.errors import ConfigError
 from planner.inputs.cluster import cluster_from_document, cluster_from_yaml
+from planner.inputs.documents import quantity
 from planner.inputs.fleet import NodeType
-from planner.inputs.kuberay import as_launcher_document, quantity
+from planner.inputs.kuberay import as_launcher_document
 from planner.inputs.machines import device_name
 
 LABELS = {"autohet.io/intra-node-gbps": "128", "autohet.io/inter-node-gbps": "16"}
@@ -468,6 +469,90 @@ def test_pools_of_karpenter_beside_the_cluster_say_what_its_nodes_are(
         return
     (kind,) = cluster_from_yaml(path).node_types
     assert (kind.gpu_type, kind.spot) == expected
+
+
+ON_DEMAND = ("family In g5", "size In xlarge 12xlarge", "karpenter.sh/capacity-type In on-demand")
+
+
+def limited(name: str, *requirements: str, weight: int = 0, **limits: Any) -> Any:
+    limits = {"nvidia.com/gpu" if key == "gpu" else key: value for key, value in limits.items()}
+    return pool(name, *requirements, weight=weight, limits=limits)
+
+
+def queue(*quotas: tuple[str, int, dict[str, str]], **more: Any) -> list[Any]:
+    """Kueue's LocalQueue 'team', whose flavors have these quotas of GPUs and labels of nodes."""
+    kinds = {"apiVersion": "kueue.x-k8s.io/v1beta1"}
+    flavors = [
+        {"name": name, "resources": [{"name": "nvidia.com/gpu", "nominalQuota": quota}]}
+        for name, quota, _ in quotas
+    ]
+    group = {"coveredResources": ["nvidia.com/gpu"], "flavors": flavors}
+    found = [
+        {
+            **kinds,
+            "kind": "LocalQueue",
+            "metadata": {"name": "team"},
+            "spec": {"clusterQueue": "q"},
+        },
+        {
+            **kinds,
+            "kind": "ClusterQueue",
+            "metadata": {"name": "q"},
+            "spec": {"resourceGroups": [group], **more},
+        },
+    ]
+    for name, _, labels in quotas:
+        spec = {"nodeLabels": labels, "tolerations": [{"operator": "Exists"}]}
+        found.append({**kinds, "kind": "ResourceFlavor", "metadata": {"name": name}, "spec": spec})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    [
+        ([limited("a", *SPOT, gpu=3)], ("A10G", 3, True)),
+        ([limited("a", *SPOT, cpu="11")], ("A10G", 2, True)),
+        ([limited("a", *SPOT, memory="40Gi", cpu=100)], ("A10G", 2, True)),
+        ([limited("a", *SPOT, nodes=1)], ("A10G", 1, True)),
+        ([limited("a", "family In g5", "size In 12xlarge", cpu=100)], ("A10G", 4, False)),
+        ([limited("a", "family In g6", gpu=0), pool("b", *SPOT)], ("A10G", 4, True)),
+        ([limited("a", *SPOT, gpu=2), limited("b", *SPOT, gpu=1)], ("A10G", 3, True)),
+        ([limited("a", *SPOT, gpu=2, weight=9), pool("b", *ON_DEMAND)], ("A10G", 4, False)),
+        ([limited("a", *SPOT, gpu=4, weight=9), pool("b", *ON_DEMAND)], ("A10G", 4, True)),
+        (queue(("t4", 0, on("g4dn.xlarge")), ("a10", 4, on("g5.xlarge"))), ("A10G", 4, False)),
+        (queue(("t4", 3, on("g4dn.xlarge")), ("a10", 2, on("g5.xlarge"))), ("T4", 3, False)),
+        (queue(("t4", 3, on("g4dn.xlarge")), cohort="all"), ("T4", 4, False)),
+        ([*queue(("any", 9, {})), limited("a", *SPOT, gpu=3)], ("A10G", 3, True)),
+        (
+            [
+                *queue(("x", 9, {"team": "x"})),
+                pool("a", *SPOT, taints=[TAINT], labels={"team": "x"}),
+            ],
+            ("A10G", 4, True),
+        ),
+    ],
+)
+def test_limits_of_pools_and_quotas_of_queues_bound_the_nodes(
+    beside: list[Any], expected: tuple[str, int, bool], tmp_path: Path
+) -> None:
+    """Wrong: maxReplicas of which Karpenter or Kueue lets fewer start, without a word."""
+    document = cluster(group())
+    document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump_all([*beside, document]))
+    found = cluster_from_yaml(path)
+    (kind,) = found.node_types
+    assert (kind.gpu_type, kind.max_nodes, kind.spot) == expected
+    assert any("of its 4 nodes" in note for note in found.notes) == (kind.max_nodes < 4)
+
+
+def test_what_kueue_never_admits_is_a_sentence() -> None:
+    """Without an autoscaler all pods of a cluster are admitted, or none."""
+    document = cluster(group(replicas=4), enableInTreeAutoscaling=False)
+    document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    queues = queue(("t4", 3, on("g4dn.xlarge")))
+    with pytest.raises(ConfigError, match="no flavor of ClusterQueue 'q' has room for its 4 nodes"):
+        as_launcher_document(document, "the file", queues)
 
 
 def test_a_pool_whose_taint_a_pod_does_not_tolerate_has_none_of_it(tmp_path: Path) -> None:
