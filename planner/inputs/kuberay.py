@@ -29,7 +29,7 @@ from planner.inputs.documents import (
 )
 from planner.inputs.kuberay_drains import drain_notes
 from planner.inputs.machines import PART_OF_A_CARD, device_name, possible_machines
-from planner.inputs.node_pools import GPU_RESOURCE, Places, OtherDocuments, find_places, flavors_of
+from planner.inputs.node_pools import GPU_RESOURCE, OtherDocuments, Places, find_places, flavors_of
 from planner.inputs.zones import ZONE_LINKS
 
 HEAD = "headgroup"
