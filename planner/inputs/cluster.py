@@ -8,6 +8,8 @@ from pathlib import Path
 from planner.errors import ConfigError
 from planner.inputs.autoscaling import AutoscaledType, autoscaling_config
 from planner.inputs.catalogue import (
+    PRICE_REGION,
+    PRICES_AS_OF,
     InstanceType,
     canonical_gpu_type,
     find_gpu_type,
@@ -281,7 +283,15 @@ def _node_type(entry: Json, kind: AutoscaledType, top: Json, notes: list[str]) -
         node_type_from_labels(name, facts, num_gpus, machine, kind.max_nodes, pod=pod)
         for machine in machines or (instance,)
     ]
-    return _least_of(made, machines)
+    found = _least_of(made, machines)
+    is_catalogues = found.usd_per_hour is not None and "autohet.io/usd-per-hour" not in facts
+    if is_catalogues and kind.region not in ("", PRICE_REGION):
+        note = (
+            f"prices are of {PRICES_AS_OF}; those of {kind.region} differ: set the label"
+            " 'autohet.io/usd-per-hour' to what you pay"
+        )
+        notes += [] if note in notes else [note]
+    return found
 
 
 def _least_of(kinds: Sequence[NodeType], machines: Sequence[str]) -> NodeType:
