@@ -249,7 +249,7 @@ def _node_type(
         "max_workers": min(num_nodes[1], places.num_nodes),
         "node_config": config,
     }
-    reason = _other_gpus(resources, name)
+    reason = _uncounted_gpus(resources, shape["GPU"], name)
     if reason:
         found["node_config"][NOT_PLANNED] = reason
     for theirs, ours in (("priority", "priority"), ("idleTimeoutSeconds", "idle_timeout_s")):
@@ -326,10 +326,14 @@ def _start_resources(text: object, name: str) -> dict[str, int]:
     return found
 
 
-def _other_gpus(resources: Json, name: str) -> str:
+def _uncounted_gpus(resources: Json, num_gpus: int, name: str) -> str:
     """Return why a pod's GPUs are not planned on; empty if they may be."""
     given = {**read_section(resources, "requests"), **read_section(resources, "limits")}
     gpus = [key for key, number in given.items() if key.endswith("gpu") and quantity(number)]
+    if gpus and not num_gpus:
+        return (
+            f"group '{name}' tells Ray of no GPUs, though its pods have {gpus[0]}: not planned on"
+        )
     if not gpus or GPU_RESOURCE in gpus:
         return ""
     return f"group '{name}' has other GPUs than NVIDIA's ({gpus[0]}): not planned on"

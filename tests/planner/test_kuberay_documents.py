@@ -641,6 +641,12 @@ def test_resources_that_are_shares_are_named(resource: str, is_counted: int) -> 
         cluster_from_document(launcher)
 
 
+def test_gpus_that_ray_is_told_nothing_of_are_named() -> None:
+    """Wrong: "no node type has GPUs" of pods that have some."""
+    with pytest.raises(ConfigError, match=r"tells Ray of no GPUs, .* nvidia\.com/gpu: not planned"):
+        kinds_of(cluster(group(rayStartParams={"num-gpus": "0"})))
+
+
 def test_a_slice_and_a_shared_card_keep_their_names() -> None:
     assert device_name("NVIDIA-A100-SXM4-40GB-MIG-3g.20gb") == "A100-40-MIG-3g.20gb"
     assert device_name("NVIDIA-A10G-SHARED") == "A10G-SHARED"
