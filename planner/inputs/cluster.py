@@ -17,6 +17,7 @@ from planner.inputs.catalogue import (
     may_have_gpus,
 )
 from planner.inputs.cluster_documents import (
+    DOCKER_KEYS,
     NODE_TYPE_KEYS,
     TOP_KEYS,
     derived_labels,
@@ -25,7 +26,7 @@ from planner.inputs.cluster_documents import (
     refuse_other_documents,
     with_legacy_types,
 )
-from planner.inputs.documents import Document, Json, check_keys, read_mapping
+from planner.inputs.documents import Document, Json, check_keys, read_mapping, read_section
 from planner.inputs.fleet import Fleet, Node, NodeBound, NodeType
 from planner.inputs.kuberay import ANY_INSTANCE, NOT_PLANNED, POD
 from planner.inputs.machines import pods_on
@@ -260,6 +261,7 @@ def _node_type(entry: Json, kind: AutoscaledType, top: Json, notes: list[str]) -
     """
     name = kind.name
     check_keys(entry, f"node type '{name}'", NODE_TYPE_KEYS)
+    check_keys(read_section(entry, "docker"), f"docker of node type '{name}'", DOCKER_KEYS)
     labels = read_labels(entry, name)
     config = read_mapping(entry.get("node_config") or {}, f"node_config of '{name}'")
     derived = derived_labels(config, top)

@@ -79,6 +79,7 @@ SHARING_ANNOTATIONS = ("gpu-fraction", "gpu-memory")
 """Annotations of a pod that gets a part of a GPU: NVIDIA's KAI scheduler."""
 FACTS = ("autohet.io/", "ray.io/accelerator-type")
 """Labels that state facts of a node, wherever a chart can set them."""
+_LABEL = r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)"
 UNBOUNDED = 2**31 - 1
 """Value that the API server writes for an absent `maxReplicas`."""
 
@@ -240,11 +241,18 @@ def _node_type(
     pod = read_mapping(template.get("spec") or {}, f"pod of group '{name}'")
     resources = _first_resources(pod)
     shape = _shape(group, resources, name, notes)
+    labels = dict(read_section(group, "labels"))
+    for key, value in labels.items():
+        if not re.fullmatch(rf"({_LABEL}?(\.{_LABEL}?)*/)?{_LABEL}={_LABEL}?", f"{key}={value}"):
+            raise ConfigError(
+                f"label '{key}: {value}' of group '{name}' is none that Kubernetes and Ray take:"
+                " letters, digits, '-', '_' and '.', at most 63, a letter or digit at both ends"
+            )
     config, places = _placement(pod, group, shape["GPU"], name, num_nodes, beside)
     notes += filter(None, [places.note])
     found: Document = {
         "resources": shape,
-        "labels": dict(read_section(group, "labels")),
+        "labels": labels,
         "min_workers": min(num_nodes[0], places.num_nodes),
         "max_workers": min(num_nodes[1], places.num_nodes),
         "node_config": config,

@@ -136,6 +136,10 @@ def test_fleet_names_nodes_and_workers():
         (lambda d: d["available_node_types"]["gpu"].update(maxworkers=1), "maxworkers"),
         (lambda d: d["available_node_types"]["gpu"].update(max_workers=-1), "max_workers"),
         (
+            lambda d: d["available_node_types"]["gpu"].update(docker={"run_options": []}),
+            "unknown key 'run_options' in docker of node type 'gpu'",
+        ),
+        (
             lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/gpu": "T4"}),
             "autohet.io/gpu",
         ),

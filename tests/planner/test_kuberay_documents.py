@@ -1,6 +1,8 @@
 """KubeRay's documents as KubeRay and Ray mean them, in forms that public files have."""
 
 import copy
+import itertools
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -192,6 +194,27 @@ def test_quantities_are_kubernetes(text: str, value: float) -> None:
     assert quantity(text) == pytest.approx(float(parse_quantity(text)))
     assert quantity(text) == pytest.approx(value)
     assert quantity("half") is None
+
+
+def test_labels_are_refused_where_ray_refuses_them() -> None:
+    """Ray's own check ends its autoscaler. Wrong: a plan for groups that never start."""
+    from ray._private.label_utils import validate_node_label_syntax
+
+    chance = random.Random(0)
+    words = ["".join(chance.choices("a.-_/Z9 !", k=chance.randrange(1, 5))) for _ in range(400)]
+    words += ["x" * 63, "x" * 64, "a.b/" + "x" * 63, "team.io/pool", ""]
+    for key, value in itertools.product(("pool", ""), words):
+        labels = {key: value} if key else {value: "x"}
+        theirs = ours = None
+        try:
+            validate_node_label_syntax(labels)
+        except ValueError as error:
+            theirs = error
+        try:
+            as_launcher_document(cluster(group(labels=labels)), "f")
+        except ConfigError as error:
+            ours = error
+        assert (ours is None) == (theirs is None), labels
 
 
 def test_one_cluster_is_found_among_the_documents_of_a_file(tmp_path: Path) -> None:
