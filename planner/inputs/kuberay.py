@@ -29,7 +29,16 @@ from planner.inputs.documents import (
 )
 from planner.inputs.kuberay_drains import drain_notes
 from planner.inputs.machines import PART_OF_A_CARD, device_name, possible_machines
-from planner.inputs.node_pools import GPU_RESOURCE, OtherDocuments, Places, find_places, flavors_of
+from planner.inputs.node_pools import (
+    ELASTIC,
+    GPU_RESOURCE,
+    QUEUE,
+    OtherDocuments,
+    Places,
+    device_classes,
+    find_places,
+    flavors_of,
+)
 from planner.inputs.zones import ZONE_LINKS
 
 HEAD = "headgroup"
@@ -134,9 +143,15 @@ def as_launcher_document(document: Json, where: str, beside: Sequence[Json] = ()
             )
     if errors:
         raise ConfigError("; ".join(errors))
+    annotations = read_mapping(metadata.get("annotations") or {}, f"annotations of {where}")
+    is_queued = QUEUE in read_section(metadata, "labels")
+    if scales and is_queued and annotations.get(ELASTIC) != "true":
+        notes.append(
+            f"Kueue refuses a queued cluster with enableInTreeAutoscaling that lacks the annotation"
+            f' {ELASTIC}: "true"'
+        )
     if spec.get("suspend"):
         notes.append(f"{where} is suspended: it has no pods until `suspend` is false")
-    annotations = read_mapping(metadata.get("annotations") or {}, f"annotations of {where}")
     groups = read_sections(spec, "workerGroupSpecs")
     with_gpus = [group for group in groups if types[group["groupName"]]["resources"]["GPU"]]
     notes += drain_notes(with_gpus, annotations)
@@ -295,7 +310,9 @@ def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> Documen
     if cpus is not None:
         shape["CPU"] = cpus
     # No request names the memory, but it counts in the score by which Ray chooses a group.
-    memory = own.get("memory", start.get("memory", given.get("memory")))
+    memory = own.get("memory", given.get("memory"))
+    if "memory" in start and "memory" not in own:
+        memory = _whole(start["memory"], f"memory in rayStartParams of group '{name}'")
     if quantity(memory) is not None:
         shape["memory"] = _round_up(memory, f"memory of group '{name}'")
     standard = {"CPU", "GPU", "TPU", "memory"}
@@ -418,7 +435,7 @@ def _placement(
     resources = _first_resources(pod)
     limits = read_section(resources, "limits")
     shared += filter(SHARES.fullmatch, {**limits, **read_section(resources, "requests")})
-    shared += [name for name in _device_classes(pod, beside.documents) if name.startswith("mig.")]
+    shared += [name for name in device_classes(pod, beside.documents) if name.startswith("mig.")]
     if shared:
         found[NOT_PLANNED] = f"{what} has parts of a GPU ({shared[0]}): not planned on"
     limits = {**limits, **read_section(group, "resources")}
@@ -427,20 +444,6 @@ def _placement(
         found[DERIVED] = derived
     found[POD] = requests
     return found, places
-
-
-def _device_classes(pod: Json, beside: Sequence[Json]) -> Iterator[str]:
-    """Return the classes of devices that a pod claims by templates in the file."""
-    claims = [
-        claim.get("resourceClaimTemplateName") for claim in read_sections(pod, "resourceClaims")
-    ]
-    for document in beside:
-        name = read_section(document, "metadata").get("name")
-        if document.get("kind") == "ResourceClaimTemplate" and name in claims:
-            devices = read_section(read_section(read_section(document, "spec"), "spec"), "devices")
-            for request in read_sections(devices, "requests"):
-                exact = read_section(request, "exactly") or request
-                yield str(exact.get("deviceClassName"))
 
 
 def _first_resources(pod: Json) -> Json:

@@ -26,6 +26,7 @@ WELL_KNOWN = re.compile(
 POOLS = ("NodePool", "Provisioner")
 GPU_RESOURCE = "nvidia.com/gpu"
 QUEUE = "kueue.x-k8s.io/queue-name"
+ELASTIC = "kueue.x-k8s.io/elastic-job"
 MEMORY_SEEN = 0.925
 """Part of a machine's memory that Karpenter counts (setting `VM_MEMORY_OVERHEAD_PERCENT`)."""
 
@@ -276,3 +277,17 @@ def _num_within(limits: Json, sizes: Mapping[str, float | None]) -> float:
         if limit is not None and size:
             number = min(number, limit // size)
     return number
+
+
+def device_classes(pod: Json, beside: Sequence[Json]) -> Iterator[str]:
+    """Return the classes of devices that a pod claims by templates in the file."""
+    claims = [
+        claim.get("resourceClaimTemplateName") for claim in read_sections(pod, "resourceClaims")
+    ]
+    for document in beside:
+        name = read_section(document, "metadata").get("name")
+        if document.get("kind") == "ResourceClaimTemplate" and name in claims:
+            devices = read_section(read_section(read_section(document, "spec"), "spec"), "devices")
+            for request in read_sections(devices, "requests"):
+                exact = read_section(request, "exactly") or request
+                yield str(exact.get("deviceClassName"))

@@ -567,6 +567,7 @@ def test_limits_of_pools_and_quotas_of_queues_bound_the_nodes(
     (kind,) = found.node_types
     assert (kind.gpu_type, kind.max_nodes, kind.spot) == expected
     assert any("of its 4 nodes" in note for note in found.notes) == (kind.max_nodes < 4)
+    assert any("elastic-job" in note for note in found.notes)
 
 
 def test_what_kueue_never_admits_is_a_sentence() -> None:
@@ -598,11 +599,17 @@ def test_resources_of_the_start_parameters_are_read_as_ray_reads_them() -> None:
     theirs = rays["available_node_types"]["gpu"]["resources"]
     assert ours == theirs
     assert ours["pool-a"] == 1
-    for text in ('{"pool-a": 1}', '"{\\"pool-a\\": 0.5}"', "pool-a"):
-        start["resources"] = text
+    for key, text in (
+        ("resources", '{"pool-a": 1}'),
+        ("resources", '"{\\"pool-a\\": 0.5}"'),
+        ("resources", "pool-a"),
+        ("memory", "10Gi"),
+        ("num-cpus", "4.0"),
+    ):
+        document["spec"]["workerGroupSpecs"][0]["rayStartParams"] = {key: text}
         with pytest.raises((ValueError, AssertionError)):
             _derive_autoscaling_config_from_ray_cr(copy.deepcopy(document))
-        with pytest.raises(ConfigError, match="resources in rayStartParams of group 'gpu'"):
+        with pytest.raises(ConfigError, match=rf"{key}( in rayStartParams)? of group 'gpu'"):
             kinds_of(document)
 
 
