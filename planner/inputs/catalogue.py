@@ -12,7 +12,8 @@ from pathlib import Path
 
 _DATA = Path(__file__).parents[1] / "data"
 MIB = 2**20
-PRICES_AS_OF = "on demand, Linux, us-east-1, 2026-01-19"
+PRICE_REGION = "us-east-1"
+PRICES_AS_OF = f"on demand, Linux, {PRICE_REGION}, 2026-01-19"
 """Terms and date of the prices in data/ec2_gpu_instances.csv."""
 
 

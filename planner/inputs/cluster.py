@@ -8,6 +8,8 @@ from pathlib import Path
 from planner.errors import ConfigError
 from planner.inputs.autoscaling import AutoscaledType, autoscaling_config
 from planner.inputs.catalogue import (
+    PRICE_REGION,
+    PRICES_AS_OF,
     InstanceType,
     canonical_gpu_type,
     find_gpu_type,
@@ -15,6 +17,7 @@ from planner.inputs.catalogue import (
     may_have_gpus,
 )
 from planner.inputs.cluster_documents import (
+    DOCKER_KEYS,
     NODE_TYPE_KEYS,
     TOP_KEYS,
     derived_labels,
@@ -23,7 +26,7 @@ from planner.inputs.cluster_documents import (
     refuse_other_documents,
     with_legacy_types,
 )
-from planner.inputs.documents import Document, Json, check_keys, read_mapping
+from planner.inputs.documents import Document, Json, check_keys, read_mapping, read_section
 from planner.inputs.fleet import Fleet, Node, NodeBound, NodeType
 from planner.inputs.kuberay import ANY_INSTANCE, NOT_PLANNED, POD
 from planner.inputs.machines import pods_on
@@ -258,6 +261,7 @@ def _node_type(entry: Json, kind: AutoscaledType, top: Json, notes: list[str]) -
     """
     name = kind.name
     check_keys(entry, f"node type '{name}'", NODE_TYPE_KEYS)
+    check_keys(read_section(entry, "docker"), f"docker of node type '{name}'", DOCKER_KEYS)
     labels = read_labels(entry, name)
     config = read_mapping(entry.get("node_config") or {}, f"node_config of '{name}'")
     derived = derived_labels(config, top)
@@ -281,7 +285,15 @@ def _node_type(entry: Json, kind: AutoscaledType, top: Json, notes: list[str]) -
         node_type_from_labels(name, facts, num_gpus, machine, kind.max_nodes, pod=pod)
         for machine in machines or (instance,)
     ]
-    return _least_of(made, machines)
+    found = _least_of(made, machines)
+    is_catalogues = found.usd_per_hour is not None and "autohet.io/usd-per-hour" not in facts
+    if is_catalogues and kind.region not in ("", PRICE_REGION):
+        note = (
+            f"prices are of {PRICES_AS_OF}; those of {kind.region} differ: set the label"
+            " 'autohet.io/usd-per-hour' to what you pay"
+        )
+        notes += [] if note in notes else [note]
+    return found
 
 
 def _least_of(kinds: Sequence[NodeType], machines: Sequence[str]) -> NodeType:

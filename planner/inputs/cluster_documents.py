@@ -68,6 +68,8 @@ NODE_TYPE_KEYS = frozenset(
         "initialization_commands",
     }
 )
+DOCKER_KEYS = frozenset({"pull_before_run", "worker_image", "worker_run_options"})
+"""Keys of a node type's own `docker`; the file's has more."""
 _HELM_KEYS = frozenset({"head", "worker", "additionalWorkerGroups"})
 _ANYSCALE_KEYS = frozenset(
     {"cloud", "cloud_id", "compute_config", "worker_node_types", "image_uri", "build_id"}

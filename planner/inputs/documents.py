@@ -5,6 +5,7 @@ error that names it and the known ones.
 import csv
 import io
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -158,3 +159,24 @@ def read_list(document: Json, key: str, what: str) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise ConfigError(f"'{key}' of {what} must be a non-empty list, not {value!r}")
     return value
+
+
+_QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:([numkKMGTPE])(i?)|[eE]([+-]?\d+))?")
+_SMALL = {"n": 1e-9, "u": 1e-6, "m": 1e-3}
+
+
+def quantity(value: object) -> float | None:
+    """Kubernetes' quantity (`500m`, `1.5Gi`, `1e3`) as a number; None where it is none."""
+    match = _QUANTITY.fullmatch(str(value).strip())
+    if match is None:
+        return None
+    number, unit, binary, exponent = match.groups()
+    if exponent:
+        return float(number) * 10.0 ** int(exponent)
+    if not unit:
+        return float(number)
+    if unit in _SMALL:
+        return None if binary else float(number) * _SMALL[unit]
+    base = 1024.0 if binary else 1000.0
+    power = " KMGTPE".index(unit.upper())
+    return float(number) * base**power

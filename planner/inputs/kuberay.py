@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -22,18 +22,27 @@ from planner.inputs.documents import (
     Document,
     Json,
     is_integer,
+    quantity,
     read_mapping,
     read_section,
     read_sections,
 )
 from planner.inputs.kuberay_drains import drain_notes
 from planner.inputs.machines import PART_OF_A_CARD, device_name, possible_machines
-from planner.inputs.node_pools import is_pool, required_labels
+from planner.inputs.node_pools import (
+    ELASTIC,
+    GPU_RESOURCE,
+    QUEUE,
+    OtherDocuments,
+    Places,
+    device_classes,
+    find_places,
+    flavors_of,
+)
 from planner.inputs.zones import ZONE_LINKS
 
 HEAD = "headgroup"
 """Name of the head's group in Ray's autoscaler."""
-GPU_RESOURCE = "nvidia.com/gpu"
 ZONES = ("topology.kubernetes.io/zone", "failure-domain.beta.kubernetes.io/zone")
 SPOT = {
     "karpenter.sh/capacity-type": "spot",
@@ -79,6 +88,7 @@ SHARING_ANNOTATIONS = ("gpu-fraction", "gpu-memory")
 """Annotations of a pod that gets a part of a GPU: NVIDIA's KAI scheduler."""
 FACTS = ("autohet.io/", "ray.io/accelerator-type")
 """Labels that state facts of a node, wherever a chart can set them."""
+_LABEL = r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)"
 UNBOUNDED = 2**31 - 1
 """Value that the API server writes for an absent `maxReplicas`."""
 
@@ -107,9 +117,10 @@ def as_launcher_document(document: Json, where: str, beside: Sequence[Json] = ()
     notes: list[str] = []
     errors: list[str] = []
     types: Document = {}
+    around = OtherDocuments(beside, [*flavors_of(document, beside)])
 
     def add_head() -> None:
-        types[HEAD] = _node_type(head, HEAD, (0, 0), notes, beside)
+        types[HEAD] = _node_type(head, HEAD, (0, 0), notes, around)
 
     def add_group(group: Json) -> None:
         name = group.get("groupName")
@@ -119,7 +130,7 @@ def as_launcher_document(document: Json, where: str, beside: Sequence[Json] = ()
             )
         if group.get("suspend"):
             notes.append(f"worker group '{name}' is suspended: it has no pods")
-        types[name] = _node_type(group, name, _num_nodes(group, name, scales), notes, beside)
+        types[name] = _node_type(group, name, _num_nodes(group, name, scales), notes, around)
 
     _collect(errors, add_head)
     for group in read_sections(spec, "workerGroupSpecs"):
@@ -132,9 +143,15 @@ def as_launcher_document(document: Json, where: str, beside: Sequence[Json] = ()
             )
     if errors:
         raise ConfigError("; ".join(errors))
+    annotations = read_mapping(metadata.get("annotations") or {}, f"annotations of {where}")
+    is_queued = QUEUE in read_section(metadata, "labels")
+    if scales and is_queued and annotations.get(ELASTIC) != "true":
+        notes.append(
+            f"Kueue refuses a queued cluster with enableInTreeAutoscaling that lacks the annotation"
+            f' {ELASTIC}: "true"'
+        )
     if spec.get("suspend"):
         notes.append(f"{where} is suspended: it has no pods until `suspend` is false")
-    annotations = read_mapping(metadata.get("annotations") or {}, f"annotations of {where}")
     groups = read_sections(spec, "workerGroupSpecs")
     with_gpus = [group for group in groups if types[group["groupName"]]["resources"]["GPU"]]
     notes += drain_notes(with_gpus, annotations)
@@ -233,21 +250,29 @@ def _node_type(
     name: str,
     num_nodes: tuple[int, int],
     notes: list[str],
-    beside: Sequence[Json],
+    beside: OtherDocuments,
 ) -> Document:
     template = read_mapping(group.get("template") or {}, f"template of group '{name}'")
     pod = read_mapping(template.get("spec") or {}, f"pod of group '{name}'")
     resources = _first_resources(pod)
-    least, most = num_nodes
+    shape = _shape(group, resources, name, notes)
+    labels = dict(read_section(group, "labels"))
+    for key, value in labels.items():
+        if not re.fullmatch(rf"({_LABEL}?(\.{_LABEL}?)*/)?{_LABEL}={_LABEL}?", f"{key}={value}"):
+            raise ConfigError(
+                f"label '{key}: {value}' of group '{name}' is none that Kubernetes and Ray take:"
+                " letters, digits, '-', '_' and '.', at most 63, a letter or digit at both ends"
+            )
+    config, places = _placement(pod, group, shape["GPU"], name, num_nodes, beside)
+    notes += filter(None, [places.note])
     found: Document = {
-        "resources": _shape(group, resources, name, notes),
-        "labels": dict(read_section(group, "labels")),
-        "min_workers": least,
-        "max_workers": most,
-        "node_config": {},
+        "resources": shape,
+        "labels": labels,
+        "min_workers": min(num_nodes[0], places.num_nodes),
+        "max_workers": min(num_nodes[1], places.num_nodes),
+        "node_config": config,
     }
-    found["node_config"] = _placement(pod, group, found["resources"]["GPU"], name, beside)
-    reason = _other_gpus(resources, name)
+    reason = _uncounted_gpus(resources, shape["GPU"], name)
     if reason:
         found["node_config"][NOT_PLANNED] = reason
     for theirs, ours in (("priority", "priority"), ("idleTimeoutSeconds", "idle_timeout_s")):
@@ -285,7 +310,9 @@ def _shape(group: Json, resources: Json, name: str, notes: list[str]) -> Documen
     if cpus is not None:
         shape["CPU"] = cpus
     # No request names the memory, but it counts in the score by which Ray chooses a group.
-    memory = own.get("memory", start.get("memory", given.get("memory")))
+    memory = own.get("memory", given.get("memory"))
+    if "memory" in start and "memory" not in own:
+        memory = _whole(start["memory"], f"memory in rayStartParams of group '{name}'")
     if quantity(memory) is not None:
         shape["memory"] = _round_up(memory, f"memory of group '{name}'")
     standard = {"CPU", "GPU", "TPU", "memory"}
@@ -324,35 +351,20 @@ def _start_resources(text: object, name: str) -> dict[str, int]:
     return found
 
 
-def _other_gpus(resources: Json, name: str) -> str:
+def _uncounted_gpus(resources: Json, num_gpus: int, name: str) -> str:
     """Return why a pod's GPUs are not planned on; empty if they may be."""
     given = {**read_section(resources, "requests"), **read_section(resources, "limits")}
     gpus = [key for key, number in given.items() if key.endswith("gpu") and quantity(number)]
+    if gpus and not num_gpus:
+        return (
+            f"group '{name}' tells Ray of no GPUs, though its pods have {gpus[0]}: not planned on"
+        )
     if not gpus or GPU_RESOURCE in gpus:
         return ""
     return f"group '{name}' has other GPUs than NVIDIA's ({gpus[0]}): not planned on"
 
 
-_QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:([numkKMGTPE])(i?)|[eE]([+-]?\d+))?")
 _PLACEHOLDER = re.compile(r"\$\{?\w+\}?")
-_SMALL = {"n": 1e-9, "u": 1e-6, "m": 1e-3}
-
-
-def quantity(value: object) -> float | None:
-    """Kubernetes' quantity (`500m`, `1.5Gi`, `1e3`) as a number; None where it is none."""
-    match = _QUANTITY.fullmatch(str(value).strip())
-    if match is None:
-        return None
-    number, unit, binary, exponent = match.groups()
-    if exponent:
-        return float(number) * 10.0 ** int(exponent)
-    if not unit:
-        return float(number)
-    if unit in _SMALL:
-        return None if binary else float(number) * _SMALL[unit]
-    base = 1024.0 if binary else 1000.0
-    power = " KMGTPE".index(unit.upper())
-    return float(number) * base**power
 
 
 def _round_up(value: object, what: str) -> int:
@@ -381,12 +393,14 @@ def _refuse_placeholder(value: object, what: str) -> None:
 
 
 def _placement(
-    pod: Json, group: Json, num_gpus: int, name: str, beside: Sequence[Json]
-) -> Document:
-    """Instance type, zone and market of the pod's node, and labels derived from it.
-
-    beside: the other documents of the file.
-    """
+    pod: Json,
+    group: Json,
+    num_gpus: int,
+    name: str,
+    num_nodes: tuple[int, int],
+    beside: OtherDocuments,
+) -> tuple[Document, Places]:
+    """Instance type, zone and market of the pod's node, and labels derived from it."""
     found: Document = {}
     # Kubernetes reserves the limit of a container that requests none.
     requests = dict.fromkeys(("cpu", "memory", "gpu"), 0.0)
@@ -395,11 +409,12 @@ def _placement(
         given = {**read_section(resources, "limits"), **read_section(resources, "requests")}
         for key in ("cpu", "memory", GPU_RESOURCE):
             requests[key.removeprefix("nvidia.com/")] += quantity(given.get(key, 0)) or 0.0
-    pools = [document for document in beside if is_pool(document)]
-    needed, conditions = required_labels(pod, pools, num_gpus, requests)
+    what = f"group '{name}'"
+    places = find_places(pod, beside, num_gpus, requests, num_nodes, what)
+    needed = places.needed
     for label, values in needed.items():
-        _refuse_placeholder(values[0], f"{label} of group '{name}'")
-    machines = possible_machines(needed, conditions, num_gpus, requests, f"group '{name}'")
+        _refuse_placeholder(values[0], f"{label} of {what}")
+    machines = possible_machines(needed, places.conditions, num_gpus, requests, what)
     if len(machines) == 1:
         found["InstanceType"] = machines[0]
     elif machines:
@@ -420,29 +435,15 @@ def _placement(
     resources = _first_resources(pod)
     limits = read_section(resources, "limits")
     shared += filter(SHARES.fullmatch, {**limits, **read_section(resources, "requests")})
-    shared += [name for name in _device_classes(pod, beside) if name.startswith("mig.")]
+    shared += [name for name in device_classes(pod, beside.documents) if name.startswith("mig.")]
     if shared:
-        found[NOT_PLANNED] = f"group '{name}' has parts of a GPU ({shared[0]}): not planned on"
+        found[NOT_PLANNED] = f"{what} has parts of a GPU ({shared[0]}): not planned on"
     limits = {**limits, **read_section(group, "resources")}
     derived = {**_gpu_type(products), **_memory(limits), **_stated_facts(group)}
     if derived:
         found[DERIVED] = derived
     found[POD] = requests
-    return found
-
-
-def _device_classes(pod: Json, beside: Sequence[Json]) -> Iterator[str]:
-    """Return the classes of devices that a pod claims by templates in the file."""
-    claims = [
-        claim.get("resourceClaimTemplateName") for claim in read_sections(pod, "resourceClaims")
-    ]
-    for document in beside:
-        name = read_section(document, "metadata").get("name")
-        if document.get("kind") == "ResourceClaimTemplate" and name in claims:
-            devices = read_section(read_section(read_section(document, "spec"), "spec"), "devices")
-            for request in read_sections(devices, "requests"):
-                exact = read_section(request, "exactly") or request
-                yield str(exact.get("deviceClassName"))
+    return found, places
 
 
 def _first_resources(pod: Json) -> Json:

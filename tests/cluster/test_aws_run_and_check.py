@@ -247,6 +247,7 @@ def test_a_file_that_is_not_there_starts_nothing(place: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "port", "words"),
     [
+        ("cluster_name: c\n", "8265 NAME", "PASS_ENV names NAME, which nobody has set"),
         ("a: [\n", "", "cluster.yaml: the file is no YAML"),
         ("- a\n", "", "is no file for `ray up`"),
         ("apiVersion: ray.io/v1\nkind: RayCluster\n", "", "is no file for `ray up`"),
@@ -261,7 +262,9 @@ def test_what_ray_up_would_not_take_is_refused_in_one_sentence(
     (place / "work").mkdir()
     (place / "work" / "job.yaml").touch()
     (place / "work" / "cluster.yaml").write_text(text)
+    port, _, name = port.partition(" ")
     monkeypatch.setenv("PORT", port)
+    monkeypatch.setenv("PASS_ENV", name)
     for key in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(key, raising=False)
     code, stderr = refused(place, "job.yaml", "cluster.yaml")

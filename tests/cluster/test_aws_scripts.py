@@ -133,7 +133,7 @@ def test_a_prefix_limits_every_statement_about_objects() -> None:
     prepare = SourceFileLoader("prepare_script", path).load_module()
     values = {"BUCKET": "runs", "REGION": "us-east-1", "ACCOUNT": "123456789012"}
     for name in ("worker-policy.json", "driver-policy.json"):
-        policy = json.loads(prepare.read_policy(name, values, ["gpt2", "/llama/"]))
+        policy = json.loads(prepare.read_policy(name, values, ["gpt2", "", "/llama/"]))
         for statement in policy["Statement"]:
             if statement["Sid"] in ("Objects", "OwnReaderLeases", "Retention"):
                 starts = ("arn:aws:s3:::runs/gpt2/", "arn:aws:s3:::runs/llama/")

@@ -212,19 +212,20 @@ def test_a_replacement_is_on_probation_where_nodes_come_and_go_and_changes_cost_
     outlook, now = ended("a", "b")
     # One more end after the first in 100 s makes 17 in the 1,700 s to come.
     spare_s = MAX_LOST_SHARE * CHURN_S - 17 * 1.0 - 2 * 1.0
-    assert outlook.on_probation(now, ["new"], 1.0, spare_s) == {}
-    assert outlook.on_probation(now, ["new"], 1.0, spare_s + 0.1) != {}
-    found = outlook.on_probation(now, ["new"], 5.0, 0.0)
+    assert outlook.on_probation(now, ["new"], 1.0, spare_s, 2) == {}
+    assert outlook.on_probation(now, ["new"], 1.0, spare_s + 0.1, 2) != {}
+    found = outlook.on_probation(now, ["new"], 5.0, 0.0, 2)
     assert found == pytest.approx({"new": 150.0 + 10 / MAX_LOST_SHARE})
+    assert outlook.on_probation(now, ["new"], 5.0, 0.0, 1) == {}, "it would double the speed"
     later = replace(now, now=151.0 + 10 / MAX_LOST_SHARE)
-    assert outlook.on_probation(later, ["new"], 5.0, 1e9) == {}, "it has lived for long enough"
+    assert outlook.on_probation(later, ["new"], 5.0, 1e9, 2) == {}, "it has lived for long enough"
     quiet = replace(now, now=102.0 + CHURN_S)
-    assert outlook.on_probation(quiet, ["new"], 1e9, 1e9) == {}, "nothing has gone of late"
+    assert outlook.on_probation(quiet, ["new"], 1e9, 1e9, 2) == {}, "nothing has gone of late"
     once, now = ended("a")
-    assert once.on_probation(now, ["new"], 5.0, 1e9) == {}, "one end is no coming and going"
+    assert once.on_probation(now, ["new"], 5.0, 1e9, 2) == {}, "one end is no coming and going"
     (view,) = now.nodes.values()
     before = replace(now, nodes={"new": replace(view, joined_at=50.0)})
-    assert outlook.on_probation(before, ["new"], 5.0, 1e9) == {}, "it replaces none of them"
+    assert outlook.on_probation(before, ["new"], 5.0, 1e9, 2) == {}, "it replaces none of them"
 
 
 def test_a_node_with_a_notice_counts_as_gone_from_then_on() -> None:

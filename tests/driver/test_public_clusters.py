@@ -351,15 +351,15 @@ def test_a_value_of_another_form_is_a_sentence_and_never_a_traceback() -> None:
     """Each value of each file in turn is a text, a number, a list, null or absent."""
     values = itertools.cycle(("text", 7, [1], None, {"a": 1}, True, ...))
     for case in PUBLIC:
-        for place in places(case["documents"][0]):
-            changed = copy.deepcopy(case["documents"][0])
+        for place in places(case["documents"]):
+            changed = copy.deepcopy(case["documents"])
             *parents, key = place
             inside = functools.reduce(lambda found, name: found[name], parents, changed)
             inside[key] = next(values)
             if inside[key] is ...:
                 del inside[key]
             with suppress(ConfigError):
-                cluster_from_document(cluster_document([changed], "cluster"))
+                cluster_from_document(cluster_document(changed, "cluster"))
 
 
 def test_a_slurm_script_is_named(tmp_path: Path) -> None:

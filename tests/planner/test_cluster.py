@@ -59,6 +59,22 @@ def test_labels_override_the_catalogue():
     assert (kind.intra_node_bytes_per_s, kind.inter_node_bytes_per_s) == (50e9 / 8, 25e9 / 8)
 
 
+def test_prices_of_another_region_than_the_catalogues_are_said_to_be_of_that_one():
+    """Wrong: a node in Frankfurt, a quarter dearer, has Virginia's price without a word."""
+    document = _cluster()
+    for region, zone, price, is_said in (
+        ("us-east-1", "us-east-1a", None, False),
+        ("eu-central-1", "eu-central-1a,eu-central-1b", None, True),
+        (None, "ap-northeast-2a", None, True),
+        ("eu-central-1", None, "1.258", False),
+    ):
+        document["provider"] = {"type": "aws", "region": region, "availability_zone": zone}
+        labels = {} if price is None else {"autohet.io/usd-per-hour": price}
+        document["available_node_types"]["gpu"]["labels"] = labels
+        notes = cluster_from_document(document).notes
+        assert any("us-east-1" in note and "usd-per-hour" in note for note in notes) == is_said
+
+
 def test_a_price_of_zero_stays_zero():
     assert (
         node_type_from_labels(
@@ -119,6 +135,10 @@ def test_fleet_names_nodes_and_workers():
         (lambda d: d.update(max_worker=1), "max_worker"),
         (lambda d: d["available_node_types"]["gpu"].update(maxworkers=1), "maxworkers"),
         (lambda d: d["available_node_types"]["gpu"].update(max_workers=-1), "max_workers"),
+        (
+            lambda d: d["available_node_types"]["gpu"].update(docker={"run_options": []}),
+            "unknown key 'run_options' in docker of node type 'gpu'",
+        ),
         (
             lambda d: d["available_node_types"]["gpu"].update(labels={"autohet.io/gpu": "T4"}),
             "autohet.io/gpu",

@@ -1,6 +1,8 @@
 """KubeRay's documents as KubeRay and Ray mean them, in forms that public files have."""
 
 import copy
+import itertools
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ import yaml
 
 from planner.errors import ConfigError
 from planner.inputs.cluster import cluster_from_document, cluster_from_yaml
+from planner.inputs.documents import quantity
 from planner.inputs.fleet import NodeType
-from planner.inputs.kuberay import as_launcher_document, quantity
+from planner.inputs.kuberay import as_launcher_document
 from planner.inputs.machines import device_name
 
 LABELS = {"autohet.io/intra-node-gbps": "128", "autohet.io/inter-node-gbps": "16"}
@@ -191,6 +194,27 @@ def test_quantities_are_kubernetes(text: str, value: float) -> None:
     assert quantity(text) == pytest.approx(float(parse_quantity(text)))
     assert quantity(text) == pytest.approx(value)
     assert quantity("half") is None
+
+
+def test_labels_are_refused_where_ray_refuses_them() -> None:
+    """Ray's own check ends its autoscaler. Wrong: a plan for groups that never start."""
+    from ray._private.label_utils import validate_node_label_syntax
+
+    chance = random.Random(0)
+    words = ["".join(chance.choices("a.-_/Z9 !", k=chance.randrange(1, 5))) for _ in range(400)]
+    words += ["x" * 63, "x" * 64, "a.b/" + "x" * 63, "team.io/pool", ""]
+    for key, value in itertools.product(("pool", ""), words):
+        labels = {key: value} if key else {value: "x"}
+        theirs = ours = None
+        try:
+            validate_node_label_syntax(labels)
+        except ValueError as error:
+            theirs = error
+        try:
+            as_launcher_document(cluster(group(labels=labels)), "f")
+        except ConfigError as error:
+            ours = error
+        assert (ours is None) == (theirs is None), labels
 
 
 def test_one_cluster_is_found_among_the_documents_of_a_file(tmp_path: Path) -> None:
@@ -470,6 +494,91 @@ def test_pools_of_karpenter_beside_the_cluster_say_what_its_nodes_are(
     assert (kind.gpu_type, kind.spot) == expected
 
 
+ON_DEMAND = ("family In g5", "size In xlarge 12xlarge", "karpenter.sh/capacity-type In on-demand")
+
+
+def limited(name: str, *requirements: str, weight: int = 0, **limits: Any) -> Any:
+    limits = {"nvidia.com/gpu" if key == "gpu" else key: value for key, value in limits.items()}
+    return pool(name, *requirements, weight=weight, limits=limits)
+
+
+def queue(*quotas: tuple[str, int, dict[str, str]], **more: Any) -> list[Any]:
+    """Kueue's LocalQueue 'team', whose flavors have these quotas of GPUs and labels of nodes."""
+    kinds = {"apiVersion": "kueue.x-k8s.io/v1beta1"}
+    flavors = [
+        {"name": name, "resources": [{"name": "nvidia.com/gpu", "nominalQuota": quota}]}
+        for name, quota, _ in quotas
+    ]
+    group = {"coveredResources": ["nvidia.com/gpu"], "flavors": flavors}
+    found = [
+        {
+            **kinds,
+            "kind": "LocalQueue",
+            "metadata": {"name": "team"},
+            "spec": {"clusterQueue": "q"},
+        },
+        {
+            **kinds,
+            "kind": "ClusterQueue",
+            "metadata": {"name": "q"},
+            "spec": {"resourceGroups": [group], **more},
+        },
+    ]
+    for name, _, labels in quotas:
+        spec = {"nodeLabels": labels, "tolerations": [{"operator": "Exists"}]}
+        found.append({**kinds, "kind": "ResourceFlavor", "metadata": {"name": name}, "spec": spec})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    [
+        ([limited("a", *SPOT, gpu=3)], ("A10G", 3, True)),
+        ([limited("a", *SPOT, cpu="11")], ("A10G", 2, True)),
+        ([limited("a", *SPOT, memory="40Gi", cpu=100)], ("A10G", 2, True)),
+        ([limited("a", *SPOT, nodes=1)], ("A10G", 1, True)),
+        ([limited("a", "family In g5", "size In 12xlarge", cpu=100)], ("A10G", 4, False)),
+        ([limited("a", "family In g6", gpu=0), pool("b", *SPOT)], ("A10G", 4, True)),
+        ([limited("a", *SPOT, gpu=2), limited("b", *SPOT, gpu=1)], ("A10G", 3, True)),
+        ([limited("a", *SPOT, gpu=2, weight=9), pool("b", *ON_DEMAND)], ("A10G", 4, False)),
+        ([limited("a", *SPOT, gpu=4, weight=9), pool("b", *ON_DEMAND)], ("A10G", 4, True)),
+        (queue(("t4", 0, on("g4dn.xlarge")), ("a10", 4, on("g5.xlarge"))), ("A10G", 4, False)),
+        (queue(("t4", 3, on("g4dn.xlarge")), ("a10", 2, on("g5.xlarge"))), ("T4", 3, False)),
+        (queue(("t4", 3, on("g4dn.xlarge")), cohort="all"), ("T4", 4, False)),
+        ([*queue(("any", 9, {})), limited("a", *SPOT, gpu=3)], ("A10G", 3, True)),
+        (
+            [
+                *queue(("x", 9, {"team": "x"})),
+                pool("a", *SPOT, taints=[TAINT], labels={"team": "x"}),
+            ],
+            ("A10G", 4, True),
+        ),
+    ],
+)
+def test_limits_of_pools_and_quotas_of_queues_bound_the_nodes(
+    beside: list[Any], expected: tuple[str, int, bool], tmp_path: Path
+) -> None:
+    """Wrong: maxReplicas of which Karpenter or Kueue lets fewer start, without a word."""
+    document = cluster(group())
+    document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump_all([*beside, document]))
+    found = cluster_from_yaml(path)
+    (kind,) = found.node_types
+    assert (kind.gpu_type, kind.max_nodes, kind.spot) == expected
+    assert any("of its 4 nodes" in note for note in found.notes) == (kind.max_nodes < 4)
+    assert any("elastic-job" in note for note in found.notes)
+
+
+def test_what_kueue_never_admits_is_a_sentence() -> None:
+    """Without an autoscaler all pods of a cluster are admitted, or none."""
+    document = cluster(group(replicas=4), enableInTreeAutoscaling=False)
+    document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    queues = queue(("t4", 3, on("g4dn.xlarge")))
+    with pytest.raises(ConfigError, match="no flavor of ClusterQueue 'q' has room for its 4 nodes"):
+        as_launcher_document(document, "the file", queues)
+
+
 def test_a_pool_whose_taint_a_pod_does_not_tolerate_has_none_of_it(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump_all([pool("gpus", *SPOT, taints=[TAINT]), cluster(group())]))
@@ -490,11 +599,17 @@ def test_resources_of_the_start_parameters_are_read_as_ray_reads_them() -> None:
     theirs = rays["available_node_types"]["gpu"]["resources"]
     assert ours == theirs
     assert ours["pool-a"] == 1
-    for text in ('{"pool-a": 1}', '"{\\"pool-a\\": 0.5}"', "pool-a"):
-        start["resources"] = text
+    for key, text in (
+        ("resources", '{"pool-a": 1}'),
+        ("resources", '"{\\"pool-a\\": 0.5}"'),
+        ("resources", "pool-a"),
+        ("memory", "10Gi"),
+        ("num-cpus", "4.0"),
+    ):
+        document["spec"]["workerGroupSpecs"][0]["rayStartParams"] = {key: text}
         with pytest.raises((ValueError, AssertionError)):
             _derive_autoscaling_config_from_ray_cr(copy.deepcopy(document))
-        with pytest.raises(ConfigError, match="resources in rayStartParams of group 'gpu'"):
+        with pytest.raises(ConfigError, match=rf"{key}( in rayStartParams)? of group 'gpu'"):
             kinds_of(document)
 
 
@@ -554,6 +669,12 @@ def test_resources_that_are_shares_are_named(resource: str, is_counted: int) -> 
     assert launcher["available_node_types"]["part"]["resources"]["GPU"] == is_counted
     with pytest.raises(ConfigError, match=f"parts of a GPU \\({resource}"):
         cluster_from_document(launcher)
+
+
+def test_gpus_that_ray_is_told_nothing_of_are_named() -> None:
+    """Wrong: "no node type has GPUs" of pods that have some."""
+    with pytest.raises(ConfigError, match=r"tells Ray of no GPUs, .* nvidia\.com/gpu: not planned"):
+        kinds_of(cluster(group(rayStartParams={"num-gpus": "0"})))
 
 
 def test_a_slice_and_a_shared_card_keep_their_names() -> None:

@@ -110,13 +110,20 @@ class Outlook:
         self._alive = {name: view.node_type.name for name, view in seen.nodes.items()}
 
     def on_probation(
-        self, seen: Observation, names: Collection[str], move_cost_s: float, lost_s: float
+        self,
+        seen: Observation,
+        names: Collection[str],
+        move_cost_s: float,
+        lost_s: float,
+        num_used: int,
     ) -> dict[str, float]:
         """Return the nodes for which no move is worth it yet, with the time until which.
 
         Nodes of its type come and go, it is a replacement, and moving to it and away from it again
         would bring the cost of the last CHURN_S seconds' changes (`lost_s`) above MAX_LOST_SHARE of
-        them. It has to live for long enough first. A change that comes anyway uses it at once.
+        them. It has to live for long enough first. A change that comes anyway uses it at once. None
+        are left idle once they would be as many as the `num_used` that train: half of the speed is
+        more than the moves cost.
         """
         coming_s = self._num_ends_to_come(seen.now) * move_cost_s
         if lost_s + coming_s + 2 * move_cost_s <= MAX_LOST_SHARE * CHURN_S:
@@ -131,7 +138,7 @@ class Outlook:
             until = view.joined_at + probation_s
             if comes_and_goes and seen.now < until:
                 found[name] = until
-        return found
+        return found if len(found) < num_used else {}
 
     def _num_ends_to_come(self, now: float) -> float:
         """Return the ends that complete CHURN_S seconds, at the rate since the first recent one."""

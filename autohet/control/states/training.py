@@ -367,7 +367,8 @@ def _find_arrivals(
     timings = memory.ledger.timings
     lost_s, mean_s = recent_cost_s(memory.ledger.changes, seen.now)
     cost_s = max(move_s(timings), mean_s)
-    probation = memory.outlook.on_probation(seen, arrived, cost_s, lost_s)
+    num_used = len(seen.nodes_with(memory.members))
+    probation = memory.outlook.on_probation(seen, arrived, cost_s, lost_s, num_used)
     yield from _announce_probation(state, memory, seen, probation)
     proven = [name for name in arrived if name not in probation]
     if not proven:
