@@ -31,6 +31,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "model.adapter.dropout": ("lora_dropout",),
     "model.adapter.base": (
         "load_in_4bit",
+        "load_in_8bit",
         "bnb_4bit_quant_type",
         "quantization_config",
         "use_qlora",
@@ -209,10 +210,7 @@ WITHOUT_KEY: dict[str, tuple[str, ...]] = {
         "loftq_config",
         "layer_replication",
     ),
-    "model.adapter.base: nf4 holds a base in four bits, with double quantization; none has eight": (
-        "load_in_8bit",
-        "bnb_*",
-    ),
+    "model.adapter.base: nf4 holds a base in four bits, with double quantization": ("bnb_*",),
     "the planner places the model on the GPUs that there are; `parallelism` limits it": (
         "deepspeed",
         "fsdp",
