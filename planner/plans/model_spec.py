@@ -93,15 +93,17 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Frozen weights of a layer that are held in four bits, and dequantized by each product.
+    """Frozen weights of a layer that are held in fewer bits, and dequantized by each product.
 
     parameters: all of them, in scalars. replicated_parameters: those that every tensor-parallel
-    rank holds whole. largest: the largest weight.
+    rank holds whole. largest: the largest weight. bytes_per_parameter: codes and scales of the
+    layer over these scalars.
     """
 
     parameters: int
     replicated_parameters: int
     largest: int
+    bytes_per_parameter: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class LayerSpec:
     forward_passes: forward passes of a sequence in one step; 2 with a frozen reference beside the
     trained model.
     experts: routed experts; None: the layer is dense.
-    quantized: those of the frozen parameters that are held in four bits; None: none.
+    quantized: those of the frozen parameters that are held in fewer bits; None: none.
     matrices: those of the parameters that Muon updates; None: AdamW updates all.
     """
 
@@ -248,12 +250,18 @@ class LayerSpec:
         return self.frozen_replicated_parameters + cut + excess
 
     def quantized_per_worker(self, tp_degree: float) -> float:
-        """Scalars among `frozen_per_worker` that are held in four bits."""
+        """Scalars among `frozen_per_worker` that are held in fewer bits."""
         if self.quantized is None:
             return 0.0
         replicated = self.quantized.replicated_parameters
         excess = self.frozen_key_value_parameters * self.split_excess(tp_degree)
         return replicated + (self.quantized.parameters - replicated) / tp_degree + excess
+
+    def quantized_bytes_per_worker(self, tp_degree: float) -> float:
+        """Bytes that these scalars are held in."""
+        if self.quantized is None:
+            return 0.0
+        return self.quantized_per_worker(tp_degree) * self.quantized.bytes_per_parameter
 
 
 def limit_of_parts(num_heads: int, num_experts: int, max_tp_degree: int) -> str:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.models.layers.adapters import B_SUFFIX
 from autohet.runtime.models.layers.expert_adapters import from_peft_layout
-from autohet.runtime.models.layers.nf4 import quantized_values
+from autohet.runtime.models.quantized.weight import quantized_values
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.step.reference import (
     Rows,
@@ -37,10 +37,10 @@ def peft_gradients(
 
 
 def with_base(config: PreTrainedConfig, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters with the values of a base in four bits, as `dequantize()` of transformers."""
+    """The parameters with the values of a quantized base, as `dequantize()` of transformers."""
     found = dict(parameters)
     for name, spec in family_of(config).parameter_specs(config).items():
-        if spec.is_quantized:
+        if spec.base_format is not None:
             found[name] = quantized_values(spec, parameters[name])
     return found
 

@@ -15,9 +15,9 @@ from autohet.runtime.job import ModelSection
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.layers.experts import CORRECTION_BIAS
-from autohet.runtime.models.layers.nf4 import held_as, quantize
 from autohet.runtime.models.layers.tensor_parallel import TensorParallel
 from autohet.runtime.models.parameter_spec import WHOLE, ParameterSpec, local_units, take_units
+from autohet.runtime.models.quantized.weight import held_as, quantize
 from autohet.runtime.models.registry import family_of, stage_parameter_names
 from autohet.runtime.models.stages.stage import StageModel, build_stage
 from planner.plans.plan import Recompute, TensorShare
@@ -394,7 +394,7 @@ def stage_chain(
         for name in names:
             spec = specs[name]
             held = {name: parameters[name].to(dtype)}
-            if spec.is_quantized:
+            if spec.base_format is not None:
                 held = quantize(spec, parameters[name])
             slices |= {part.name: take(part, held[part.name], share) for part in held_as(spec)}
         stage.weights.load(slices)

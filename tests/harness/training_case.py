@@ -23,8 +23,8 @@ from autohet.runtime.messages import EvaluationRecord
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.family import COMPUTE_DTYPES
 from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.models.layers.nf4 import quantize
 from autohet.runtime.models.parameter_spec import take_units
+from autohet.runtime.models.quantized.weight import quantize
 from autohet.runtime.models.registry import family_of, held_specs
 from autohet.runtime.state.frozen import FrozenWeights, first_weights
 from autohet.runtime.step.batches import Batches, EvaluationRows
@@ -223,7 +223,7 @@ def check_frozen(case: Case) -> int:
     names = [name for name, spec in origin.items() if not spec.trainable]
     whole: dict[str, torch.Tensor] = {}
     for name, tensor in initial_parameters(config, names, case.seed):
-        is_quantized = origin[name].is_quantized
+        is_quantized = origin[name].base_format is not None
         whole |= quantize(origin[name], tensor) if is_quantized else {name: tensor}
     used = dict(SEAT.trainer.stage.weights.places())
     for name in units:

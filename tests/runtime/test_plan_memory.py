@@ -5,7 +5,7 @@ in real steps.
 import itertools
 import threading
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -197,15 +197,16 @@ def test_copies_of_a_reference_are_counted(tied: bool) -> None:
     assert bool(spec.tied_parameters) == bool(spec.frozen_tied_parameters) == tied
 
 
-def test_a_base_in_four_bits_needs_what_the_planner_predicts(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("base", ["nf4", "fp8"])
+def test_a_quantized_base_needs_what_the_planner_predicts(
+    monkeypatch: pytest.MonkeyPatch, base: Literal["nf4", "fp8"]
 ) -> None:
     """Weights are nearly all of it. Wrong: a dequantized weight is kept, or counted in bf16."""
     wide = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 64}
     monkeypatch.setitem(MODELS, "llama", {**MODELS["llama"], **wide})
     training = {"global_batch_sequences": 3, "sequence_length": LENGTH, "precision": "bf16"}
     plan = {**two_stages("none"), "global_batch_sequences": 3, "microbatch_sequences": 1}
-    adapter = AdapterSection(rank=2, base="nf4")
+    adapter = AdapterSection(rank=2, base=base)
     case = Case(MODELS["llama"], plan, training, 2, adapter=adapter)
     wanted, found = predicted(case, "llama", "bf16"), counted(case)
     for worker, peak in found.items():

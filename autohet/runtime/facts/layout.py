@@ -23,8 +23,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from autohet.runtime.models.family import Family
-from autohet.runtime.models.layers.nf4 import held_as
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec, local_units
+from autohet.runtime.models.quantized.weight import held_as
 from autohet.runtime.models.registry import family_of, held_specs, stage_parameter_names
 from autohet.runtime.spmd.layout import program_units
 from planner.plans.muon import orthogonalization_flops

@@ -171,8 +171,8 @@ class Job:
             return
         fp8 = [kind for kind, named in self.parallelism.named_formats.items() if named == "fp8"]
         require(
-            adapter.base != "nf4" or not fp8,
-            f"model.adapter.base is nf4, whose products are in 16 or 32 bits, but"
+            adapter.base == "bf16" or not fp8,
+            f"model.adapter.base is {adapter.base}, whose products are in 16 or 32 bits, but"
             f" parallelism.compute_formats names fp8 for {', '.join(fp8)}; name bf16, or leave base"
             " out",
         )

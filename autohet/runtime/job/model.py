@@ -40,12 +40,13 @@ class AdapterSection:
     """
     rslora: bool | None = None
     """Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023); null: false, or as `from`."""
-    base: Literal["nf4", "bf16"] | None = None
+    base: Literal["nf4", "fp8", "bf16"] | None = None
     """Format in which the frozen base is held; null: `training.precision`, of which bf16 is one.
 
     nf4 (QLoRA): linear maps of the blocks in four bits with double quantization, as bitsandbytes
-    has them, 0.52 bytes a weight; each product dequantizes its weight. Embedding, head, norms and
-    routed experts stay in `training.precision`.
+    has them, 0.52 bytes a weight. fp8: in eight bits, E4M3 with a scale a row, as torchao's
+    weight-only fp8. Each product dequantizes its weight. Embedding, head, norms and routed experts
+    stay in `training.precision`.
     """
     dropout: float = 0.0
     """Probability with which an element of an adapter's input is dropped in training.

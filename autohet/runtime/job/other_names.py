@@ -33,6 +33,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "model.adapter.dropout": ("lora_dropout",),
     "model.adapter.base": (
         "load_in_4bit",
+        "load_in_8bit",
         "bnb_4bit_quant_type",
         "quantization_config",
         "use_qlora",
@@ -247,8 +248,7 @@ WITHOUT_KEY: dict[str, tuple[str, ...]] = {
         "layer_replication",
         "use_*lora",
     ),
-    "model.adapter.base: nf4 holds a base in four bits, with double quantization; none has eight": (
-        "load_in_8bit",
+    "model.adapter.base: nf4 holds a base in four bits, with double quantization": (
         "bnb_*",
         "use_bnb_*",
     ),

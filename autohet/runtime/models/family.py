@@ -22,7 +22,6 @@ from autohet.runtime.models.layers.adapters import (
     B_SUFFIX,
     EMBEDDING_A,
     EMBEDDING_B,
-    NF4_FORMAT,
     Adapter,
     adapter_of,
     check_ends,
@@ -391,8 +390,8 @@ def _adapted_specs(
         is_trained = adapter.saves(name) and not spec.is_token_count
         path = name.removesuffix(".weight")
         spec = replace(spec, trainable=is_trained)
-        if not is_trained and adapter.base_format == NF4_FORMAT and _is_map(spec, model):
-            spec = replace(spec, is_quantized=True)
+        if not is_trained and adapter.base_format and _is_map(spec, model, adapter.base_format):
+            spec = replace(spec, base_format=adapter.base_format)
         yield name, spec
         if path not in ranks:
             continue
@@ -406,8 +405,8 @@ def _adapted_specs(
             yield each.name, each
 
 
-def _is_map(spec: ParameterSpec, model: PreTrainedModel) -> bool:
-    """Return True for the weight of a linear map of a block, which an NF4 base has in four bits.
+def _is_map(spec: ParameterSpec, model: PreTrainedModel, base_format: str) -> bool:
+    """Return True for the weight of a linear map of a block, which a quantized base has so.
 
     Raises:
         ConfigError: the map's weight is transposed.
@@ -418,7 +417,7 @@ def _is_map(spec: ParameterSpec, model: PreTrainedModel) -> bool:
         return False
     if isinstance(module, Conv1D):
         raise ConfigError(
-            f"model.adapter.base is nf4, whose blocks are cut from weights (out, in), but"
+            f"model.adapter.base is {base_format}, which quantizes weights (out, in), but"
             f" {spec.name} is one (in, out); leave base out"
         )
     return True

@@ -69,8 +69,8 @@ class ParameterSpec:
 
     is_token_count: the gradient counts the tokens of each expert; the parameter is a router's
     correction bias, which these counts move and which every format computes with in fp32.
-    is_quantized: workers hold it in four bits (`layers.nf4.held_as`). held_dtype: dtype of a part
-    of such a parameter, in every format; None: that to compute in.
+    base_format: workers hold it in this format of fewer bits (`quantized.weight`); None: as it is.
+    held_dtype: dtype of a part of such a parameter, in every format; None: that to compute in.
     """
 
     name: str
@@ -84,7 +84,7 @@ class ParameterSpec:
     """True if `transformers.Trainer` exempts the parameter from weight decay."""
     trainable: bool = True
     is_token_count: bool = False
-    is_quantized: bool = False
+    base_format: str | None = None
     held_dtype: torch.dtype | None = None
     uses_muon: bool = False
     """True if Muon updates it: a matrix, or a stack [experts, out, in] of one for each expert."""

@@ -8,8 +8,8 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.family import Family
-from autohet.runtime.models.layers.nf4 import held_as
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec
+from autohet.runtime.models.quantized.weight import held_as
 from planner.errors import ConfigError
 
 FAMILIES = dict(BUILT_IN)

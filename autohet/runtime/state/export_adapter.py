@@ -28,8 +28,8 @@ from autohet.runtime.models.layers.adapters import (
     whole_number,
 )
 from autohet.runtime.models.layers.expert_adapters import in_peft_layout, peft_names
-from autohet.runtime.models.layers.nf4 import quantized_values
 from autohet.runtime.models.pretrained import weights_identity
+from autohet.runtime.models.quantized.weight import quantized_values
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.skeleton import skeleton
 from autohet.runtime.state.frozen import first_weights
@@ -205,7 +205,7 @@ def merge_weights(manifest: Manifest, read: ReadParameter, base: str | None) -> 
             path = name.removesuffix(".weight")
             tensor = read(name) if specs[name].trainable else whole.pop(name)
             tensor = tensor[: shapes[name][0]]
-            if specs[name].is_quantized:
+            if specs[name].base_format is not None:
                 # As transformers' `dequantize` and peft's `merge_and_unload`.
                 tensor = quantized_values(specs[name], tensor.to(held_dtype)).float()
             if path in ranks:

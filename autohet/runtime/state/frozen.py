@@ -18,9 +18,9 @@ from autohet.runtime.job.identity import REFERENCE, Value
 from autohet.runtime.models.adapter_files import stored_digest, stored_matrices
 from autohet.runtime.models.initialization import initial_parameters
 from autohet.runtime.models.layers.adapters import is_adapter
-from autohet.runtime.models.layers.nf4 import held_as, quantize
 from autohet.runtime.models.parameter_spec import ParameterSpec, take_units
 from autohet.runtime.models.pretrained import pretrained_parameters, weights_identity
+from autohet.runtime.models.quantized.weight import held_as, quantize
 from autohet.runtime.models.registry import family_of, held_specs
 from recovery.errors import Cancelled
 
@@ -79,7 +79,7 @@ def held_weights(
     wanted = set(names)
     origins = {name for name in specs if wanted & {part.name for part in held_as(specs[name])}}
     for name, whole in first_weights(model, config, origins, seed):
-        if not specs[name].is_quantized:
+        if specs[name].base_format is None:
             yield name, whole
             continue
         for part, tensor in quantize(specs[name], whole.to(like)).items():

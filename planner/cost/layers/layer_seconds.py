@@ -127,7 +127,7 @@ class LayerTimeModel:
         """Return seconds that each block takes to recompute.
 
         `full` and `offload`: its forward pass. `selective`, which keeps products: the memory
-        traffic of the rest, each scalar written once and read twice, and of weights in four bits;
+        traffic of the rest, each scalar written once and read twice, and of quantized weights;
         or a fixed share of the forward if the device's bandwidth is unknown.
         """
         if recompute != "selective":

@@ -13,7 +13,7 @@ from functools import cache
 from statistics import median
 
 from planner.cost.layers.experts import padded_share
-from planner.cost.memory.training_bytes import NF4_BYTES, VALUE_BYTES
+from planner.cost.memory.training_bytes import VALUE_BYTES
 from planner.cost.parameters import CostParameters
 from planner.inputs.catalogue import GpuType, canonical_gpu_type, find_gpu_type, read_rows
 from planner.plans.model_spec import LayerSpec
@@ -210,10 +210,11 @@ def seconds_beyond_flops(
 def dequantized_bytes(layer: LayerSpec, tp_degree: float, dtype: str) -> float:
     """Return the memory traffic of dequantizing a layer's weights once on each worker.
 
-    Of each weight in four bits, NF4_BYTES are read and a value of `dtype` is written. The product
+    Of each quantized weight the held bytes are read and a value of `dtype` is written. The product
     that reads it is counted with its FLOPs.
     """
-    return layer.quantized_per_worker(tp_degree) * (NF4_BYTES + VALUE_BYTES[dtype])
+    written = layer.quantized_per_worker(tp_degree) * VALUE_BYTES[dtype]
+    return layer.quantized_bytes_per_worker(tp_degree) + written
 
 
 def grouped_seconds(

@@ -5,8 +5,8 @@
 State: 16 bytes a parameter in fp32 (weight, gradient, two moments), 18 in bf16, fp16 and fp8. With
 ZeRO-1 over |H| holders, 12 bytes of master and moments become 12 / |H|: 6 + 12 / |H| in 16 bits,
 and 8 + 12 / |H| in fp32, where the weights to compute with are then no longer the masters. A frozen
-weight has its stored bytes and, in a stage of another format, a copy; one in four bits has
-NF4_BYTES, and at the peak one weight of a block is dequantized. Peak: logits and their
+weight has its stored bytes and, in a stage of another format, a copy; one in fewer bits has its
+codes and scales, and at the peak one weight of a block is dequantized. Peak: logits and their
 gradient, or the gradients alive together in a block's backward with what it computes again, and one
 microbatch's gradient of the largest weight. Real steps of five families are met within 10% for
 every worker (`tests/runtime/test_plan_memory.py`).
@@ -49,9 +49,6 @@ LARGEST_OF_BLOCK = 1 / 3
 """Share of a block's weights in its largest: an MLP matrix of GPT-2; Llama's are a quarter."""
 LARGEST_OF_EXPERTS = 2 / 3
 """The same in a block with experts: the stack of gate and up of all experts."""
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a weight in NF4 with double quantization (Dettmers et al. 2023): its code, its part of
-an 8-bit scale of 64 weights, and of the fp32 factor of 256 scales."""
 FLAT_BYTES = 4
 """Bytes of a parameter in a flat fp32 buffer for the gradients' all-reduce."""
 VALUE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -169,7 +166,8 @@ def memory_terms(
     if parameters.half_gradients and dtype == "fp16":
         # each holder has an fp32 copy of the gradients of its own part alone
         may_share += FLAT_BYTES
-    frozen_bytes = (frozen - quantized) * _frozen_bytes(spec, dtype) + quantized * NF4_BYTES
+    held = np.array([layer.quantized_bytes_per_worker(tp_degree) for layer in layers])
+    frozen_bytes = (frozen - quantized) * _frozen_bytes(spec, dtype) + held
     terms = MemoryTerms(
         state_bytes=scalars * per_parameter + frozen_bytes,
         optimizer_bytes=scalars * min(may_share, per_parameter),

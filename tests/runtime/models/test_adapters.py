@@ -83,6 +83,7 @@ ENDS: dict[str, tuple[str, AdapterSection]] = {
         ),
     ),
     "a base in four bits, fused maps": ("phi3", AdapterSection(rank=3, base="nf4")),
+    "a base in fp8, fused maps": ("phi3", AdapterSection(rank=3, base="fp8")),
     "a base in four bits, experts": ("deepseek_v3", AdapterSection(rank=3, base="nf4")),
     "a scaled embedding": (
         "gemma2-untied",

@@ -43,8 +43,6 @@ from planner.errors import ConfigError
 ADAPTER = "autohet_adapter"
 """Attribute of a config: the `Adapter` as a mapping; absent if all weights are trained."""
 ALL_LINEAR = "all-linear"
-NF4_FORMAT = "nf4"
-"""Format of a base whose linear maps are held in four bits (`layers.nf4`)."""
 A_SUFFIX = ".lora_A.weight"
 B_SUFFIX = ".lora_B.weight"
 FUSED_RANKS = r".*\.gate_up_proj"
@@ -64,8 +62,8 @@ class Adapter:
     """A job's `model.adapter`, with the model that it adapts.
 
     base: a directory or hub id; None: the base is drawn from the seed. text_path: path of the text
-    model in a multimodal base; empty: the base is a text model. base_format: NF4_FORMAT; None: that
-    of the job's precision.
+    model in a multimodal base; empty: the base is a text model. base_format: that of
+    its linear maps (`models.quantized.weight`); None: that of the job's precision.
     """
 
     kind: str

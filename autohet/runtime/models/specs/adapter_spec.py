@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.models.layers.adapters import B_SUFFIX, is_adapter
 from autohet.runtime.models.parameter_spec import EMBEDDING, HEAD, ParameterSpec
+from autohet.runtime.models.quantized.weight import held_as
 from autohet.runtime.models.registry import family_of
 from autohet.runtime.models.specs.counted_values import count_block
 from planner.plans.model_spec import KeptValues, LayerSpec, ModelSpec, Quantized
@@ -28,7 +29,7 @@ def adapt_spec(
     for each in family.parameter_specs(config).values():
         if each.trainable:
             by_layer.setdefault(each.layer, []).append(each)
-        elif each.is_quantized:
+        elif each.base_format is not None:
             quantized_by_layer.setdefault(each.layer, []).append(each)
     blocks = []
     known: dict[object, KeptValues] = {}
@@ -112,12 +113,17 @@ def _adapt_block(
 
 
 def _quantized(specs: Sequence[ParameterSpec]) -> Quantized | None:
-    """Return what a block has in four bits; None: nothing."""
+    """Return what a block has in fewer bits; None: nothing."""
     if not specs:
         return None
     whole = [each for each in specs if each.split_dim is None]
     largest = max(math.prod(each.shape) for each in specs)
-    return Quantized(_scalars(specs), _scalars(whole), largest)
+    num_bytes = 0
+    for part in [part for each in specs for part in held_as(each)]:
+        assert part.held_dtype is not None
+        num_bytes += math.prod(part.shape) * part.held_dtype.itemsize
+    total = _scalars(specs)
+    return Quantized(total, _scalars(whole), largest, num_bytes / total)
 
 
 def _scalars(specs: Sequence[ParameterSpec]) -> int:

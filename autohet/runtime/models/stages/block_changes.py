@@ -37,7 +37,6 @@ from autohet.runtime.models.layers.experts import (
     leave_after,
 )
 from autohet.runtime.models.layers.loss_terms import LossTerms
-from autohet.runtime.models.layers.nf4 import QuantizedWeight, use_nf4
 from autohet.runtime.models.layers.pieces import compute_pieces_alone
 from autohet.runtime.models.layers.tensor_parallel import (
     RowParallel,
@@ -54,6 +53,7 @@ from autohet.runtime.models.parameter_spec import (
     local_units,
     take_units,
 )
+from autohet.runtime.models.quantized.weight import QuantizedWeight, use_quantized
 from autohet.runtime.models.stages.stage_spec import StageSpec
 from planner.plans.plan import TensorShare
 
@@ -234,13 +234,13 @@ def adapt_blocks(blocks: Iterable[nn.Module], spec: StageSpec, rows: DropoutRows
 
 
 def quantize_blocks(blocks: Iterable[nn.Module], spec: StageSpec) -> None:
-    """Let the linear maps that an NF4 base has in four bits compute with these."""
+    """Let the linear maps that a quantized base has compute with these."""
     for index, block in enumerate(blocks):
         for name, module in list(block.named_modules()):
             weight = f"{spec.block_path(index)}.{name}.weight"
             whole = spec.parameters.get(weight)
-            if whole is not None and whole.is_quantized:
-                use_nf4(module, QuantizedWeight(whole, spec.units(weight), spec.device))
+            if whole is not None and whole.base_format:
+                use_quantized(module, QuantizedWeight(whole, spec.units(weight), spec.device))
 
 
 def adapted_map(module: nn.Module, path: str, spec: StageSpec, rows: DropoutRows) -> AdaptedLinear:

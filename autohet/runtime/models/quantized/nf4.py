@@ -7,8 +7,7 @@ their mean, are quantized alike: in groups of GROUP, to the dynamic 8-bit values
 with `compress_statistics`.
 
 Blocks are those of the whole weight, so that its values depend on no plan. A rank holds its part of
-the codes, and of the scales if tensor parallelism cuts no block in two, else all of them. A product
-dequantizes its weight, and its backward pass does so again; no dequantized weight is kept.
+the codes, and of the scales if tensor parallelism cuts no block in two, else all of them.
 """
 
 import importlib.util
@@ -20,21 +19,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from autohet.runtime.models.layers.autograd import apply
 from autohet.runtime.models.layers.row_chunks import row_chunks
-from autohet.runtime.models.layers.tensor_parallel import set_product
 from autohet.runtime.models.parameter_spec import ParameterSpec, take_units
+from autohet.runtime.models.quantized.base_format import CHUNK_ELEMENTS, CODES, SCALES, BaseFormat
 
 BLOCK = 64
 GROUP = 256
-CHUNK_ELEMENTS = 1 << 22
-"""Values that are quantized or dequantized at a time, so that temporary tensors stay small."""
-CODES = ".codes"
-SCALES = ".scales"
 FACTORS = ".factors"
-"""Suffixes of what a weight is held as.
+"""Suffix of the third part that a weight is held as.
 
 Codes: uint8 [out, in / 2], the first of two in the higher bits, or [out, in] where an odd number of
 columns is cut. Scales: uint8 [out, in / BLOCK], or [blocks] where blocks are cut. Factors: fp32,
@@ -67,62 +61,6 @@ def _value_pairs(device: torch.device) -> Tensor:
     return torch.stack([nf4.repeat_interleave(16), nf4.repeat(16)], dim=1)
 
 
-def held_as(spec: ParameterSpec) -> tuple[ParameterSpec, ...]:
-    """Return the specs of what a parameter is held as: itself, or the parts of a quantized one."""
-    if not spec.is_quantized:
-        return (spec,)
-    rows, columns = spec.shape
-    num_blocks = -(-rows * columns // BLOCK)
-    divisor = math.gcd(columns, *(spec.cuts if spec.split_dim == 1 else ()))
-
-    def packed(name: str, width: int) -> ParameterSpec:
-        cuts = spec.cuts
-        if spec.split_dim == 1:
-            cuts = tuple(cut // width for cut in cuts)
-        part = replace(spec, name=spec.name + name, shape=(rows, columns // width), cuts=cuts)
-        return replace(part, is_quantized=False, held_dtype=torch.uint8)
-
-    codes = packed(CODES, math.gcd(divisor, 2))
-    whole = ParameterSpec(spec.name + SCALES, (num_blocks,), spec.layer, trainable=False)
-    scales = replace(whole, held_dtype=torch.uint8)
-    if divisor % BLOCK == 0:
-        scales = packed(SCALES, BLOCK)
-    factors = replace(
-        whole,
-        name=spec.name + FACTORS,
-        shape=(-(-num_blocks // GROUP) + 1,),
-        held_dtype=torch.float32,
-    )
-    return codes, scales, factors
-
-
-def quantize(spec: ParameterSpec, weight: Tensor) -> dict[str, Tensor]:
-    """Return what a whole weight [out, in] is held as, by the names of `held_as`."""
-    nf4, dynamic = _tables(weight.device)
-    indices, scales = _nearest(weight.reshape(-1), BLOCK, nf4)
-    codes = indices.flatten()[: weight.numel()]
-    parts = held_as(spec)
-    if math.prod(parts[0].shape) < weight.numel():
-        codes = codes[::2] << 4 | codes[1::2]
-    # Summed in fp64, so that the mean does not depend on the machine.
-    mean = scales.double().mean().float()
-    of_scales, factors = _nearest(scales - mean, GROUP, dynamic)
-    tensors = codes, of_scales.flatten(), torch.cat([factors, mean[None]])
-    found: dict[str, Tensor] = {}
-    for part, tensor in zip(parts, tensors, strict=True):
-        # The last group of scales may be filled up.
-        found[part.name] = tensor[: math.prod(part.shape)].view(part.shape)
-    return found
-
-
-def quantized_values(spec: ParameterSpec, weight: Tensor) -> Tensor:
-    """Return the values of a whole weight [out, in] that stages compute with instead of it."""
-    whole = QuantizedWeight(spec, range(spec.num_units), weight.device)
-    parts = quantize(spec, weight).values()
-    values: Tensor = dequantize(*parts, whole.starts, whole.columns, weight)
-    return values
-
-
 def _nearest(values: Tensor, size: int, table: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize blocks of values: return indices in a table, uint8 [blocks, size], and fp32 scales.
 
@@ -151,7 +89,7 @@ def _has_kernel(device_type: str) -> bool:
 
 
 @torch.library.custom_op("autohet::dequantize_nf4", mutates_args=())
-def dequantize(
+def dequantize_nf4(
     codes: Tensor,
     scales: Tensor,
     factors: Tensor,
@@ -192,7 +130,7 @@ def dequantize(
     return weight
 
 
-@dequantize.register_fake
+@dequantize_nf4.register_fake
 def _(
     codes: Tensor,
     scales: Tensor,
@@ -210,53 +148,68 @@ def _shape(codes: Tensor, columns: Tensor) -> tuple[int, int]:
     return len(codes), width * codes.shape[1]
 
 
-class QuantizedWeight(nn.Module):
-    """A rank's part of a weight, in the place of the parameter of a linear map."""
+class Nf4(BaseFormat):
+    """NF4 with double quantization."""
 
-    def __init__(self, spec: ParameterSpec, units: Sequence[int], device: torch.device) -> None:
-        super().__init__()
-        for part in held_as(spec):
-            # Of the right shapes once the stage's slices are loaded.
-            empty = torch.empty(0, dtype=part.held_dtype, device="meta")
-            name = part.name.rpartition(".")[2]
-            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+    def held_as(self, spec: ParameterSpec) -> tuple[ParameterSpec, ...]:
+        rows, columns = spec.shape
+        num_blocks = -(-rows * columns // BLOCK)
+        divisor = math.gcd(columns, *(spec.cuts if spec.split_dim == 1 else ()))
+
+        def packed(name: str, width: int) -> ParameterSpec:
+            cuts = spec.cuts
+            if spec.split_dim == 1:
+                cuts = tuple(cut // width for cut in cuts)
+            part = replace(spec, name=spec.name + name, shape=(rows, columns // width), cuts=cuts)
+            return replace(part, base_format=None, held_dtype=torch.uint8)
+
+        codes = packed(CODES, math.gcd(divisor, 2))
+        whole = ParameterSpec(spec.name + SCALES, (num_blocks,), spec.layer, trainable=False)
+        scales = replace(whole, held_dtype=torch.uint8)
+        if divisor % BLOCK == 0:
+            scales = packed(SCALES, BLOCK)
+        factors = replace(
+            whole,
+            name=spec.name + FACTORS,
+            shape=(-(-num_blocks // GROUP) + 1,),
+            held_dtype=torch.float32,
+        )
+        return codes, scales, factors
+
+    def quantize(self, spec: ParameterSpec, weight: Tensor) -> dict[str, Tensor]:
+        nf4, dynamic = _tables(weight.device)
+        indices, scales = _nearest(weight.reshape(-1), BLOCK, nf4)
+        codes = indices.flatten()[: weight.numel()]
+        parts = self.held_as(spec)
+        if math.prod(parts[0].shape) < weight.numel():
+            codes = codes[::2] << 4 | codes[1::2]
+        # Summed in fp64, so that the mean does not depend on the machine.
+        mean = scales.double().mean().float()
+        of_scales, factors = _nearest(scales - mean, GROUP, dynamic)
+        tensors = codes, of_scales.flatten(), torch.cat([factors, mean[None]])
+        found: dict[str, Tensor] = {}
+        for part, tensor in zip(parts, tensors, strict=True):
+            # The last group of scales may be filled up.
+            found[part.name] = tensor[: math.prod(part.shape)].view(part.shape)
+        return found
+
+    def places(
+        self, spec: ParameterSpec, units: Sequence[int], device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Return `dequantize_nf4`'s starts and columns."""
         rows, columns = spec.shape
         starts = torch.arange(0, rows * columns, columns, device=device)
         own_columns = torch.arange(columns, device=device)
-        along = replace(spec, split_dim=0)
         edges = {columns}
         if spec.split_dim == 0:
-            starts = take_units(along, units, starts)
+            starts = take_units(spec, units, starts)
         elif spec.split_dim == 1:
-            own_columns = take_units(along, units, own_columns)
+            own_columns = take_units(replace(spec, split_dim=0), units, own_columns)
             for unit in units:
                 # Edges between two own units cancel out.
                 edges ^= {spec.cuts[unit], spec.cuts[unit + 1]}
         is_whole = all(edge % BLOCK == 0 for edge in edges | {columns})
-        self.starts = starts
-        self.columns = own_columns[::BLOCK] if is_whole else own_columns
+        return starts, own_columns[::BLOCK] if is_whole else own_columns
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x [..., in] times the transposed weight."""
-        return apply(_Product, x, *self._parameters.values(), self.starts, self.columns)
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *parts: Tensor) -> Tensor:
-        ctx.save_for_backward(*parts)
-        return F.linear(x, dequantize(*parts, x))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # Read once: a recomputed block gives them once.
-        parts = ctx.saved_tensors
-        weight = dequantize(*parts, gradients[0])
-        return gradients[0] @ weight, *[None] * len(parts)
-
-
-def use_nf4(module: Any, weight: QuantizedWeight) -> None:
-    """Let a linear map of a stage compute with this weight."""
-    del module._parameters["weight"]
-    module.weight = weight
-    set_product(module, lambda x, _: weight(x))
+    def dequantize(self, parts: Sequence[Tensor], like: Tensor) -> Any:
+        return dequantize_nf4(*parts, like)

@@ -1,4 +1,4 @@
-"""Frozen weights in four bits have the values of bitsandbytes, in every slice of every plan."""
+"""Frozen weights in fewer bits have the values of bitsandbytes and torchao, in every slice."""
 
 import hashlib
 from typing import Any
@@ -11,14 +11,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autohet.runtime.job import AdapterSection, Job
 from autohet.runtime.models.layers.adapters import set_adapter
-from autohet.runtime.models.layers.nf4 import (
+from autohet.runtime.models.parameter_spec import ParameterSpec, local_units, take_units
+from autohet.runtime.models.quantized.weight import (
+    FORMATS,
     QuantizedWeight,
-    dequantize,
     held_as,
     quantize,
     quantized_values,
 )
-from autohet.runtime.models.parameter_spec import ParameterSpec, local_units, take_units
 from autohet.runtime.models.registry import family_of
 from planner.errors import ConfigError
 from planner.plans.plan import TensorShare
@@ -36,11 +36,13 @@ def weight() -> Tensor:
     return (signed * sizes).view(SHAPE)
 
 
-def spec_of(shape: tuple[int, int], split_dim: int | None = None, units: int = 1) -> ParameterSpec:
+def spec_of(
+    base_format: str, shape: tuple[int, int], split_dim: int | None = None, units: int = 1
+) -> ParameterSpec:
     cuts: tuple[int, ...] = (0, 1)
     if split_dim is not None:
         cuts = tuple(shape[split_dim] * unit // units for unit in range(units + 1))
-    return ParameterSpec("w", shape, 0, split_dim, cuts, trainable=False, is_quantized=True)
+    return ParameterSpec("w", shape, 0, split_dim, cuts, trainable=False, base_format=base_format)
 
 
 def digest(tensor: Tensor) -> str:
@@ -72,12 +74,35 @@ scale's nearest 8-bit value on a grid of 2**-15, and takes a neighbour in 0.15% 
 @pytest.mark.parametrize("dtype", RECORDED)
 def test_codes_scales_and_values_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
     given = weight().to(dtype)
-    codes, scales, factors = quantize(spec_of(SHAPE), given).values()
+    codes, scales, factors = quantize(spec_of("nf4", SHAPE), given).values()
     of_codes, of_scales, floats, of_values = RECORDED[dtype]
     assert digest(codes) == of_codes
     assert digest(scales) == of_scales
     assert [float(each).hex() for each in factors] == floats
-    assert digest(quantized_values(spec_of(SHAPE), given)) == of_values
+    assert digest(quantized_values(spec_of("nf4", SHAPE), given)) == of_values
+
+
+OF_TORCHAO = {
+    torch.float32: (
+        "db6eba35d6cfccdb508ed61fecf3be0b",
+        "30e493511751c94c49812819ecd8648d",
+        "872f6e83579c7fca12bb0923b46c776b",
+    ),
+    torch.bfloat16: (
+        "570fcd42473d2d0c9cf221441d8d2699",
+        "8a900e0e2da0f5545c76a5b32646f7ec",
+        "97158e3273daebdf660a30ec91a07e65",
+    ),
+}
+"""Digests of `qdata`, `scale` and `dequantize()` by torchao 0.18's `Float8WeightOnlyConfig`."""
+
+
+@pytest.mark.parametrize("dtype", OF_TORCHAO)
+def test_fp8_is_that_of_torchao(dtype: torch.dtype) -> None:
+    spec, given = spec_of("fp8", SHAPE), weight().to(dtype)
+    found = [*quantize(spec, given).values(), quantized_values(spec, given)]
+    assert tuple(map(digest, found)) == OF_TORCHAO[dtype]
+    assert torch.equal(quantized_values(spec, 0 * given), 0 * given)
 
 
 SHAPES = {
@@ -89,15 +114,16 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("base_format", FORMATS)
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_slice_has_the_values_of_the_whole_at_any_degree(name: str) -> None:
-    """Wrong: blocks are counted from a slice's own first value."""
+def test_a_slice_has_the_values_of_the_whole_at_any_degree(name: str, base_format: str) -> None:
+    """Wrong: blocks are counted from a slice's own first value, or a row's scale from its part."""
     shape, dim = SHAPES[name]
     torch.manual_seed(1)
     given = torch.randn(shape) * torch.rand(shape[0], 1)
-    spec = spec_of(shape, dim, 8)
+    spec = spec_of(base_format, shape, dim, 8)
     values = quantized_values(spec, given)
-    assert torch.equal(values, quantized_values(spec_of(shape), given))
+    assert torch.equal(values, quantized_values(spec_of(base_format, shape), given))
     held = quantize(spec, given)
     for share in (TensorShare(0, 1, 2), TensorShare(5, 8, 8), TensorShare(1, 3, 4)):
         units = local_units(spec, share)
@@ -105,29 +131,32 @@ def test_a_slice_has_the_values_of_the_whole_at_any_degree(name: str) -> None:
         for part in held_as(spec):
             parts.append(take_units(part, local_units(part, share), held[part.name]))
         own = QuantizedWeight(spec, units, CPU)
-        found = dequantize(*parts, own.starts, own.columns, given)
+        found = FORMATS[base_format].dequantize([*parts, *own.places], given)
         assert torch.equal(found, take_units(spec, units, values))
 
 
+@pytest.mark.parametrize(("base_format", "num_bytes"), [("nf4", 0.517), ("fp8", 1.008)])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_weight_takes_half_a_byte_and_its_product_keeps_no_values(compiled: bool) -> None:
+def test_a_weight_is_held_in_its_bytes_and_its_product_keeps_no_values(
+    compiled: bool, base_format: str, num_bytes: float
+) -> None:
     """Wrong: a compiler takes the values of the forward pass for the backward pass."""
-    spec = spec_of((256, 512))
+    spec = spec_of(base_format, (256, 512))
     module = QuantizedWeight(spec, (0,), CPU)
     held = quantize(spec, torch.randn(256, 512).bfloat16())
     for part in held_as(spec):
         kept = torch.nn.Parameter(held[part.name], requires_grad=False)
         module._parameters[part.name.rpartition(".")[2]] = kept
-    assert sum(each.nbytes for each in held.values()) < 0.517 * 256 * 512
+    assert sum(each.nbytes for each in held.values()) < num_bytes * 256 * 512
     x = torch.randn(3, 512, requires_grad=True)
-    values = dequantize(*held.values(), module.starts, module.columns, x)
+    values = FORMATS[base_format].dequantize([*held.values(), *module.places], x)
 
     run = torch.compile(module, backend="aot_eager_decomp_partition") if compiled else module
     saved: list[Tensor] = []
     with saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
         product = run(x)
     assert saved
-    assert all(each.dtype != x.dtype or each.numel() < 100 for each in saved)
+    assert all(each.dtype != x.dtype or each.numel() < 1000 for each in saved)
     gradient = torch.randn(3, 256)
     (found,) = torch.autograd.grad(product, x, gradient)
     assert torch.equal(product, F.linear(x, values))
@@ -144,11 +173,15 @@ def document(base: str, **sections: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (document("fp8"), "model.adapter.base.*nf4.*bf16"),
+        (document("int8"), "model.adapter.base.*nf4.*fp8.*bf16"),
         (document("bf16", training={"precision": "fp32"}), "base is bf16, but training.precision"),
         (
             document("nf4", parallelism={"compute_formats": {"H100-80": "fp8"}}),
             "base is nf4, .* names fp8 for H100-80; name bf16",
+        ),
+        (
+            document("fp8", parallelism={"compute_formats": {"H100-80": "fp8"}}),
+            "base is fp8, .* names fp8 for H100-80; name bf16",
         ),
     ],
 )

@@ -1,0 +1,1 @@
+"""Frozen weights in fewer bits than those that are trained."""
