@@ -2,6 +2,7 @@
 not it reaches the storage that would tell it so.
 """
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from autohet.control.values.observation import Prune
 from autohet.driver.checkpoints.cleaning import Retention
 from autohet.driver.checkpoints.durable import Durable, RunFacts
 from autohet.driver.checkpoints.spending import Spending, store_spending
+from autohet.driver.events.event_log import EventLog
 from autohet.driver.ray import cluster as ray_cluster
 from autohet.driver.ray.run_actors import living_actors, request_stop
 from autohet.driver.ray.workers import WorkerSettings
@@ -151,6 +153,13 @@ def test_nothing_of_a_driver_that_was_replaced_counts(tmp_path: Path) -> None:
                 for pool in (old._durable.claim_pool, old._durable.work_pool):
                     pool.submit(lambda: None).result()
                 assert traces(job) == before, (what, is_cut)
+        log = EventLog(tmp_path / "events.jsonl")
+        log.is_silenced = old.is_replaced
+        old._observed_at = -math.inf
+        log.emit("decision", 1, "An event of before it stood still.")
+        assert not (tmp_path / "events.jsonl").read_text()
+        seen = old.observe()
+        assert "has taken the job over" in str(seen.checkpoint.superseded)
         old.close(forget_snapshots=True)
         assert traces(job) == before, "closes"
         assert new.charge.is_mine

@@ -70,6 +70,8 @@ class EventLog:
         self.records: list[Document] = []
         self._wall_clock = wall_clock
         self._listener = listener
+        self.is_silenced: Callable[[], bool] = lambda: False
+        """Function that returns True once another driver tells what happens."""
         self._has_warned = False
         self._file: TextIO | None = None
         if path is not None:
@@ -84,6 +86,8 @@ class EventLog:
 
     def tell(self, what: Decision | Remark) -> None:
         """Record a decision or remark, and log its sentence, if it has one."""
+        if self.is_silenced():
+            return
         if what.sentence is not None:
             level = logging.WARNING if _is_warning(what) else logging.INFO
             logger.log(level, "%s", what.sentence)

@@ -131,6 +131,7 @@ class JobRun:
         self.controller.memory.keeps_passes = True
         self.controller.memory.prepares_at_death = True
         self.controller.recorder = recorder
+        self.controller.events.is_silenced = self.workforce.is_replaced
         rehearsal = Rehearsal(
             fleet,
             self.workforce.observer.scripted,

@@ -6,6 +6,7 @@ There is one agent actor per node, and one worker actor per GPU.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -71,6 +72,7 @@ class RayWorkforce:
         """Function that makes scripted events happen."""
         self._durable = durable
         self._waited_at = -math.inf
+        self._observed_at = math.inf
         self._num_xids: dict[str, int] = {}
         """Number of Xid errors by node after which its workers were told to check."""
         self._stops = False
@@ -121,8 +123,16 @@ class RayWorkforce:
         observer.worker_reports.listen()
 
     def observe(self) -> Observation:
-        """Combine the messages received in `wait` with the state found now."""
+        """Combine the messages received in `wait` with the state found now.
+
+        What workers have reported to a driver that was replaced is left to its successor.
+        """
         observer = self.observer
+        is_replaced = self.is_replaced()
+        self._observed_at = time.monotonic()
+        if is_replaced:
+            self._durable.note_successor(ray_cluster.epoch_in_charge(self.charge.run_id))
+            return replace(observer.observe(), reports={})
         if observer.stop_reason and not self._stops:
             # A driver that is killed before it has ended them is not waited for.
             self._stops = True
@@ -130,6 +140,15 @@ class RayWorkforce:
                 handle.command.remote(self.charge.epoch, "expect_stop")
         self._check_devices()
         return observer.observe()
+
+    def is_replaced(self) -> bool:
+        """Return True if a later driver is in charge.
+
+        Ray is asked once this driver has stood still since it observed, for so long that its lease
+        may have been taken.
+        """
+        stood_still_s = time.monotonic() - self._observed_at
+        return stood_still_s > self._durable.lease.lease_s / 2 and not self.charge.is_mine
 
     def _check_devices(self) -> None:
         """Have the workers of each node with a new Xid error check their devices."""
