@@ -37,7 +37,6 @@ from recovery.checkpoint.errors import (
     CheckpointConflict,
     CheckpointCorrupt,
     CheckpointIncomplete,
-    Replaced,
     Superseded,
 )
 from recovery.checkpoint.journal import Journal, JournalUnreachable, oldest_needed
@@ -190,12 +189,6 @@ class Durable:
         self.epoch = claim_epoch(self.storage, self.lease.driver)
         self._journal.mark()
         self._keeper = LeaseKeeper(self.lease, lambda: self._guard(self._check_journal, None))
-
-    def note_successor(self, epoch: int) -> None:
-        """Note in the state that the driver of a later epoch is in charge."""
-        error = Replaced(self.storage.uri, epoch, "of a later start")
-        with self._lock:
-            self._state = replace(self._state, superseded=str(error))
 
     def claim(self, entry: Descent) -> None:
         """Put the journal entry of a generation that is about to begin.

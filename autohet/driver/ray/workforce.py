@@ -26,6 +26,8 @@ from autohet.runtime.messages import GenerationOrder
 from planner.inputs.cluster import Cluster
 from planner.inputs.fleet import node_of
 from recovery.checkpoint.epoch import require_epoch
+from recovery.checkpoint.errors import Replaced
+from recovery.checkpoint.lease import LEASE_S
 from recovery.state.ancestry import Descent
 
 CALM_GATHER_S = 0.05
@@ -131,8 +133,11 @@ class RayWorkforce:
         is_replaced = self.is_replaced()
         self._observed_at = time.monotonic()
         if is_replaced:
-            self._durable.note_successor(ray_cluster.epoch_in_charge(self.charge.run_id))
-            return replace(observer.observe(), reports={})
+            epoch = ray_cluster.epoch_in_charge(self.charge.run_id)
+            why = str(Replaced(self._durable.storage.uri, epoch, "of a later start"))
+            seen = observer.observe()
+            known = replace(seen.checkpoint, superseded=why)
+            return replace(seen, reports={}, checkpoint=known)
         if observer.stop_reason and not self._stops:
             # A driver that is killed before it has ended them is not waited for.
             self._stops = True
@@ -148,7 +153,7 @@ class RayWorkforce:
         may have been taken.
         """
         stood_still_s = time.monotonic() - self._observed_at
-        return stood_still_s > self._durable.lease.lease_s / 2 and not self.charge.is_mine
+        return stood_still_s > LEASE_S / 2 and not self.charge.is_mine
 
     def _check_devices(self) -> None:
         """Have the workers of each node with a new Xid error check their devices."""
