@@ -91,7 +91,8 @@ class ServedWorker:
         """What the process does at its end, when no driver has come for long."""
         from autohet.runtime.process.unattended import Unattended
 
-        Unattended(self._worker, settle_s=1.0).save(lambda: True)
+        # All begin within this, also where fifteen processes share two cores.
+        Unattended(self._worker, settle_s=4.0).save(lambda: True)
 
     def hold_interpreter(self, seconds: float) -> None:
         """No other thread of this process runs Python meanwhile: as under an extension that keeps
