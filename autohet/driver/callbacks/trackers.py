@@ -17,7 +17,7 @@ from typing import Protocol
 
 from autohet.driver.callbacks.protocol import Callback
 from autohet.driver.events.living_nodes import LivingNodes
-from autohet.runtime.job import Job, TrackerEntry
+from autohet.runtime.job import Job, TrackerEntry, TrackerKind
 from planner.inputs.documents import Json
 from recovery.checkpoint.commit import list_checkpoints
 from recovery.storage.errors import ObjectMissing, StorageError
@@ -242,7 +242,7 @@ class MLflow:
         self._mlflow.end_run()
 
 
-TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+TRACKERS: dict[TrackerKind, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,

@@ -136,8 +136,7 @@ class RayWorkforce:
             epoch = ray_cluster.epoch_in_charge(self.charge.run_id)
             why = str(Replaced(self._durable.storage.uri, epoch, "of a later start"))
             seen = observer.observe()
-            known = replace(seen.checkpoint, superseded=why)
-            return replace(seen, reports={}, checkpoint=known)
+            return replace(seen, reports={}, checkpoint=replace(seen.checkpoint, superseded=why))
         if observer.stop_reason and not self._stops:
             # A driver that is killed before it has ended them is not waited for.
             self._stops = True
@@ -152,8 +151,7 @@ class RayWorkforce:
         Ray is asked once this driver has stood still since it observed, for so long that its lease
         may have been taken.
         """
-        stood_still_s = time.monotonic() - self._observed_at
-        return stood_still_s > LEASE_S / 2 and not self.charge.is_mine
+        return time.monotonic() - self._observed_at > LEASE_S / 2 and not self.charge.is_mine
 
     def _check_devices(self) -> None:
         """Have the workers of each node with a new Xid error check their devices."""

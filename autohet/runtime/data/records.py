@@ -267,9 +267,11 @@ def read_json(stream: Readable, name: str, extract: Extract[T], broken: BrokenLi
 
 def _values(text: str) -> Iterator[Any]:
     """Yield the JSON values of a text, with white space between them."""
+    decoder = json.JSONDecoder()
+    visible = re.compile(r"\S")
     place = 0
-    while rest := re.compile(r"\S").search(text, place):
-        value, place = json.JSONDecoder().raw_decode(text, rest.start())
+    while rest := visible.search(text, place):
+        value, place = decoder.raw_decode(text, rest.start())
         yield value
 
 

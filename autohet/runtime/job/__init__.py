@@ -43,6 +43,7 @@ __all__ = [
     "ScriptedEvent",
     "Timeouts",
     "TrackerEntry",
+    "TrackerKind",
     "TrainingSection",
 ]
 

@@ -62,8 +62,8 @@ class Adapter:
     """A job's `model.adapter`, with the model that it adapts.
 
     base: a directory or hub id; None: the base is drawn from the seed. text_path: path of the text
-    model in a multimodal base; empty: the base is a text model. base_format: that of
-    its linear maps (`models.quantized.weight`); None: that of the job's precision.
+    model in a multimodal base; empty: the base is a text model. base_format: that of its
+    linear maps (`models.quantized.weight`); None: that of the job's precision.
     """
 
     kind: str

@@ -25,22 +25,25 @@ FORMATS: Mapping[str, BaseFormat] = {"nf4": Nf4(), "fp8": Fp8Rows()}
 
 def held_as(spec: ParameterSpec) -> tuple[ParameterSpec, ...]:
     """Return the specs of what a parameter is held as: itself, or the parts of a quantized one."""
-    return (spec,) if spec.base_format is None else FORMATS[spec.base_format].held_as(spec)
+    return (spec,) if spec.base_format is None else _format_of(spec).held_as(spec)
 
 
 def quantize(spec: ParameterSpec, weight: Tensor) -> dict[str, Tensor]:
     """Return what a whole weight [out, in] is held as, by the names of `held_as`."""
-    assert spec.base_format is not None
-    return FORMATS[spec.base_format].quantize(spec, weight)
+    return _format_of(spec).quantize(spec, weight)
 
 
 def quantized_values(spec: ParameterSpec, weight: Tensor) -> Tensor:
     """Return the values of a whole weight [out, in] that stages compute with instead of it."""
-    assert spec.base_format is not None
-    base_format = FORMATS[spec.base_format]
+    base_format = _format_of(spec)
     places = base_format.places(spec, range(spec.num_units), weight.device)
     values: Tensor = base_format.dequantize([*quantize(spec, weight).values(), *places], weight)
     return values
+
+
+def _format_of(spec: ParameterSpec) -> BaseFormat:
+    assert spec.base_format is not None
+    return FORMATS[spec.base_format]
 
 
 class QuantizedWeight(nn.Module):
@@ -53,9 +56,8 @@ class QuantizedWeight(nn.Module):
             empty = torch.empty(0, dtype=part.held_dtype, device="meta")
             name = part.name.rpartition(".")[2]
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
-        assert spec.base_format is not None
         self.base_format = spec.base_format
-        self.places = FORMATS[spec.base_format].places(spec, units, device)
+        self.places = _format_of(spec).places(spec, units, device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the transposed weight."""
