@@ -102,6 +102,10 @@ class StepTimes:
         """Return a lower bound of the slowest pipeline's part of a step, without simulating it."""
         return max(self._bound_s(plan, pipeline) for pipeline in plan.pipelines)
 
+    def work_at_least_s(self, plan: Plan) -> float:
+        """Return a lower bound of the step time from stages' work alone."""
+        return max(map(self._work_s, plan.pipelines)) * (1 - 1e-9)
+
     def step_by_work_at_least_s(self, plan: Plan) -> float:
         """Return a lower bound of the step time from stages' work and gradient sums alone.
 

@@ -17,7 +17,8 @@ under the full prediction find what arithmetic does not know:
 1. `drafts.closed_form`: near-equal pipelines, ranked by a closed form over all families.
 2. `drafts.cut`, `drafts.cut_ranking`: the best cuts of the first ones, in several orders of types.
 3. `drafts.regroup`, `drafts.orders`: groups of other sizes, stages in any order.
-4. `drafts.combined_families`: families of different node types that train beside each other.
+4. `drafts.combined_families`: families of different node types that train beside each other;
+   `drafts.unlike`: pipelines of two kinds that share the GPUs of each type unevenly.
 5. `drafts.place`: pipelines side by side, or each on nodes of its own; tied ends together.
 6. `walk`: random moves from the best plans, counted and with a fixed seed.
 7. `walk.judge.simplest_near_fastest`: the choice. `bounds`: a lower bound for it.

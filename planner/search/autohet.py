@@ -5,7 +5,7 @@ The prediction judges each improvement.
 
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -281,7 +281,7 @@ def _improve_best(
 
     tries = tries_for(len(request.fleet.workers))
     if request.uneven:  # a second search, after that of even stages
-        tries //= limits.WALKS
+        tries //= limits.UNEVEN_TRIES
 
     moves = Moves(tables, random.Random(0))
     judge = _judge(request, tables)
@@ -299,15 +299,22 @@ def _improve_best(
 
 
 def _starts(ranked: list[Costed]) -> list[Plan]:
-    """Return the fastest plans with unlike depths of their pipelines, as far as they are near."""
+    """Return the fastest plans with unlike pipelines, as far as they are near.
+
+    The first half have other depths, the rest may differ in their microbatches alone: a walk seldom
+    gets from one to another.
+    """
     near_s = limits.MAX_SLOWDOWN * ranked[0].step_time_s
-    starts: dict[tuple[int, ...], Plan] = {}
-    for each in ranked:
-        if each.step_time_s > near_s or len(starts) == limits.WALKS:
-            break
-        depths = sorted(len(pipeline.stages) for pipeline in each.plan.pipelines)
-        starts.setdefault(tuple(depths), each.plan)
-    return list(starts.values())
+    near = [each.plan for each in ranked if each.step_time_s <= near_s]
+    by_depths = dict[Hashable, Plan]()
+    for plan in near:
+        by_depths.setdefault(tuple(sorted(len(each.stages) for each in plan.pipelines)), plan)
+
+    starts = dict[Hashable, Plan]()
+    for plan in [*list(by_depths.values())[: limits.WALKS // 2], *near]:
+        kinds = [(len(each.stages), each.microbatch_sequences) for each in plan.pipelines]
+        starts.setdefault(tuple(sorted(kinds)), plan)
+    return list(starts.values())[: limits.WALKS]
 
 
 def _judge(request: Request, tables: Tables) -> Judge:
@@ -319,6 +326,9 @@ def _judge(request: Request, tables: Tables) -> Judge:
     # a bound of the plan as it is drawn holds only if getting it ready makes no stage faster
     is_prepared_faster = cost.assumed.choices or request.uneven
     has_bound = not is_prepared_faster and cost.choices.expert_dispatch == "sum"
+
+    def by_work(plan: Plan) -> float:
+        return cost.steps.work_at_least_s(plan) if has_bound else 0.0
 
     def at_first(plan: Plan) -> float:
         if too_few_holders(request, plan):
@@ -332,4 +342,5 @@ def _judge(request: Request, tables: Tables) -> Judge:
         cost.stage_choices.working_ahead,
         alike.key,
         at_first,
+        by_work,
     )

@@ -305,7 +305,7 @@ def _draft_s(moves: Moves, plan: Plan) -> float:
     for pipeline in plan.pipelines:
         shape = moves.shape(pipeline)
         if shape:
-            seconds.append(moves.estimator.pipeline_s(shape, pipeline.num_microbatches))
+            seconds.append(moves.estimator.way(shape).step_s(pipeline.num_microbatches))
     return max(seconds, default=math.inf)
 
 

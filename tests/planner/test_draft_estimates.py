@@ -34,7 +34,7 @@ def test_a_draft_is_estimated_as_the_cost_model_predicts_it(
         for plan in placements(tables, proposal, (1,)):
             ways = [asked.cost.predict(way) for way in asked.cost.stage_choices.ways_ahead(plan)]
             estimated_s = max(
-                estimator.pipeline_s(shape, count) for shape, count in proposal.draft.pipelines
+                estimator.way(shape).step_s(count) for shape, count in proposal.draft.pipelines
             )
             predicted_s = min(way.breakdown_s["pipeline"] for way in ways)
             assert 0.9 * predicted_s <= estimated_s <= predicted_s * (1 + 1e-9)

@@ -10,8 +10,10 @@ bucket inside the last backward; there the sync is over-predicted by one backwar
 worker updates before all sums have ended: the vote that commits a step needs every gradient.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from planner.cost.eviction import evict_oldest
@@ -38,7 +40,7 @@ KnownRings = dict[tuple[object, ...], RingTimes]
 """Times of rings by bytes and members."""
 
 _BytesByMembers = dict[tuple[str, ...], float]
-_REMEMBERED = 4096  # rings
+_REMEMBERED = 4096  # rings, and stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +120,18 @@ def _add(
 
     replicated_bytes: of tensors that each rank has whole; every unit sums its part of them.
     """
-    for unit in range(units):
-        holders = dict[str, None]()
-        for stage in stages:
-            holders.update(dict.fromkeys(workers_of_unit(stage, unit, units)))
-        members = tuple(holders)
-        unit_bytes = (split_bytes + replicated_bytes) / units
+    unit_bytes = (split_bytes + replicated_bytes) / units
+    by_stage = [_workers_by_unit(stage, units) for stage in stages]
+    for holders in zip(*by_stage, strict=True):
+        # both ends of a model may be one stage
+        members = tuple(dict.fromkeys(itertools.chain.from_iterable(holders)))
         found[members] = found.get(members, 0.0) + unit_bytes
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _workers_by_unit(stage: Stage, units: int) -> tuple[tuple[str, ...], ...]:
+    """Return the workers of a stage that hold each unit: searches ask again and again."""
+    return tuple(workers_of_unit(stage, unit, units) for unit in range(units))
 
 
 def _tied_jobs(plan: Plan, spec: ModelSpec, units: int, width: float, union: bool) -> list[SyncJob]:

@@ -67,6 +67,22 @@ class Way:
     backward_s: list[float]
     most_in_flight: tuple[int, ...]
 
+    def step_s(self, microbatches: int) -> float:
+        """Return a lower bound of the pipeline's seconds in a step, without gradient sync.
+
+        It is the inequality of `planner.search.bounds.bound` for every stage.
+        """
+        further = microbatches - 1
+        slowest_s = -math.inf
+        # no calls of `min` and `max` here: the search asks a hundred thousand times
+        stages = zip(self.busy_s, self.hidden_s, self.most_in_flight)
+        for busy_s, hidden_s, most in stages:
+            num_hidden = further if further < most else most - 1
+            stage_s = further * busy_s - num_hidden * hidden_s
+            if stage_s > slowest_s:
+                slowest_s = stage_s
+        return max(self.fill_s + slowest_s, further * self.period_s)
+
 
 class Estimator:
     """Estimates seconds of pipelines and drafts from the tables, and caches them."""
@@ -159,26 +175,9 @@ class Estimator:
         return seconds
 
     def draft_s(self, draft: Draft) -> float:
-        """Return `pipeline_s` of the draft's slowest pipeline."""
+        """Return `Way.step_s` of the draft's slowest pipeline."""
         kinds = set(draft.pipelines)
-        return max(self.pipeline_s(*pipeline) for pipeline in kinds)
-
-    def pipeline_s(self, shape: Shape, microbatches: int) -> float:
-        """Return a lower bound of a pipeline's seconds in a step, without gradient sync.
-
-        It is the inequality of `planner.search.bounds.bound` for every stage.
-        """
-        way = self.way(shape)
-        further = microbatches - 1
-        slowest_s = -math.inf
-        # no calls of `min` and `max` here: the search asks a hundred thousand times
-        stages = zip(way.busy_s, way.hidden_s, way.most_in_flight)
-        for busy_s, hidden_s, most in stages:
-            num_hidden = further if further < most else most - 1
-            stage_s = further * busy_s - num_hidden * hidden_s
-            if stage_s > slowest_s:
-                slowest_s = stage_s
-        return max(way.fill_s + slowest_s, further * way.period_s)
+        return max(self.way(shape).step_s(microbatches) for shape, microbatches in kinds)
 
     def _numbers(self, shape: Shape, send: list[float]) -> tuple[int, ...]:
         """Return microbatches in flight at each stage.
@@ -250,9 +249,9 @@ class Estimator:
         way = self.way(shape)
         in_steady_state = (seconds - way.fill_s) / way.period_s
         guess = max(0, int(in_steady_state) + 1)
-        while self.pipeline_s(shape, guess + 1) <= seconds:
+        while way.step_s(guess + 1) <= seconds:
             guess += 1
-        while guess > 0 and self.pipeline_s(shape, guess) > seconds:
+        while guess > 0 and way.step_s(guess) > seconds:
             guess -= 1
         return guess
 
@@ -279,7 +278,7 @@ def assign_microbatches(estimator: Estimator, shapes: Sequence[Shape], batch: in
         ends_s = {}
         for i, count in enumerate(counts):
             if count > 1:
-                ends_s[i] = estimator.pipeline_s(shapes[i], count)
+                ends_s[i] = estimator.way(shapes[i]).step_s(count)
         if not ends_s:
             break
 
@@ -326,11 +325,12 @@ def _hand_out(
     A microbatch goes to the pipeline that would end earliest with it.
     """
     sizes = estimator.microbatches(shapes)
+    ways = [estimator.way(shape) for shape in shapes]
     counts = list(counts)
 
     def end_with_next(i: int) -> tuple[int, float, int]:
         rank = -sizes[i] if large_first else 0
-        end_s = estimator.pipeline_s(shapes[i], counts[i] + 1)
+        end_s = ways[i].step_s(counts[i] + 1)
         return rank, end_s, i
 
     ends = [end_with_next(i) for i in range(len(shapes))]

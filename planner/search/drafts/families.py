@@ -33,6 +33,7 @@ from planner.search.drafts.uncut import (
     uncut_family,
     uncut_in_best_orders,
 )
+from planner.search.drafts.unlike import uncut_in_divisions
 from planner.search.problem import limits
 from planner.search.problem.request import Request
 from planner.search.problem.tables import Tables
@@ -60,12 +61,14 @@ def proposals_for(request: Request, tables: Tables, most_s: float = math.inf) ->
     known = _Known.of(request, tables, every)
     if math.isfinite(most_s) and known.quickest_s() > most_s:
         return []
-    if request.min_node_disjoint_holders < 2:
-        return _proposals_of(request, every, known)
+    holders = request.min_node_disjoint_holders
+    unlike = uncut_in_divisions(tables, holders)
+    if holders < 2:
+        return _proposals_of(request, every, known, unlike)
 
     on_several_nodes = ~_on_one_node(tables, every)
     apart = every.take(np.flatnonzero(on_several_nodes))
-    found = _proposals_of(request, apart, known)
+    found = _proposals_of(request, apart, known, unlike)
     if on_several_nodes.all():
         return found
     if found and request.is_late:
@@ -147,8 +150,13 @@ def _proposal_of(ranking: CutRanking, shapes: list[Shape], side_by_side: bool) -
     return Proposal(seconds + ranking.after_s(number, set(shapes)), draft, side_by_side)
 
 
-def _proposals_of(request: Request, near_equal: Families, known: _Known) -> list[Proposal]:
-    """Return the best drafts of some families; any known ones may train beside each other."""
+def _proposals_of(
+    request: Request, near_equal: Families, known: _Known, unlike: Sequence[UncutPipelines] = ()
+) -> list[Proposal]:
+    """Return the best drafts of some families, and of unlike pipelines.
+
+    Any known families may train beside each other.
+    """
     tables = known.tables
     holders = request.min_node_disjoint_holders
     numbers = sorted(set(near_equal.number.tolist()))
@@ -168,7 +176,7 @@ def _proposals_of(request: Request, near_equal: Families, known: _Known) -> list
         fewest = max(holders, 2 if side_by_side else 1)
         enough = np.flatnonzero(near_equal.number >= fewest)
         families = near_equal.take(enough)
-        drafter = Drafter(ranking, families, side_by_side, keep, beside=known.every, orders=orders)
+        drafter = Drafter(ranking, families, side_by_side, keep, known.every, orders, unlike)
         found += drafter.proposals(lambda: request.is_late)
     return sorted(found, key=lambda proposal: proposal.seconds)
 
@@ -197,7 +205,7 @@ class Drafter:
     side by side; else each pipeline is on nodes of its own, and only then may different families
     train beside each other. keep: maximum number of drafts. beside: families that may train beside
     each other (None: the drafter's). orders: equal pipelines whose stages follow each other in any
-    order.
+    order. unlike: pipelines of two kinds, which do not lie side by side.
     """
 
     ranking: CutRanking
@@ -206,6 +214,7 @@ class Drafter:
     keep: int = limits.DRAFTS
     beside: Families | None = None
     orders: tuple[UncutPipelines, ...] = ()
+    unlike: Sequence[UncutPipelines] = ()
 
     @property
     def tables(self) -> Tables:
@@ -240,6 +249,7 @@ class Drafter:
             found += self._propose(
                 cut_combined_families(self.ranking, self.beside or self.families)
             )
+            found += self._propose(self.ranking.fastest([[uncut] for uncut in self.unlike]))
 
         best_of = dict[Draft, Proposal]()
         for proposal in sorted(found, key=lambda proposal: -proposal.seconds):

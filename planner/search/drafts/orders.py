@@ -11,6 +11,7 @@ levels some percent apart, since the cut that follows is exact.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -100,15 +101,46 @@ def _exchanges(rows: StageRows, at: int) -> Iterator[StageRows]:
             yield tuple(exchanged)
 
 
+@dataclass(frozen=True)
+class Uses:
+    """Best pipelines of one number of stages, by the GPUs that they use.
+
+    seconds: bottleneck, infinite if there is none. levels, first_rows: its index in the levels, and
+    the row of the first stage. These arrays have the shape (supply[0] + 1, ...). chosen: as in
+    `Orders.order_from`.
+    """
+
+    orders: "Orders"
+    depth: int
+    seconds: Floats
+    levels: Ints
+    first_rows: Ints
+    chosen: Sequence[Ints]
+
+    def order(self, use: tuple[int, ...]) -> StageRows:
+        """Return the stages of the pipeline that uses these GPUs."""
+        level = int(self.levels[use])
+        first_row = int(self.first_rows[use])
+        return self.orders.order_from(use, level, first_row, self.chosen)
+
+
 class Orders:
     """Best orders of the stages of a pipeline, by their number of stages.
 
     supply: GPUs of each resource that the pipeline may use. size: sequences of a microbatch.
+    level, levels: ratio of two neighbouring bottlenecks, and their number.
 
     A state is the GPUs used so far. Arrays have the shape (levels, supply[0] + 1, ...).
     """
 
-    def __init__(self, tables: Tables, supply: Sequence[int], size: int):
+    def __init__(
+        self,
+        tables: Tables,
+        supply: Sequence[int],
+        size: int,
+        level: float = limits.LEVEL,
+        levels: int = limits.LEVELS,
+    ):
         self.tables = tables
         self.supply = supply
         self.rows = rows_of(tables, supply, size)
@@ -116,7 +148,8 @@ class Orders:
         self._degree = [tables.tp_degree_by_row[row] for row in self.rows]
         num_gpus = sum(supply)
         self._deepest = min(tables.deepest, tables.num_blocks, num_gpus)
-        self.levels = self._levels()
+        self.least_s = self._least_s()
+        self.levels = self.least_s * level ** np.arange(1, levels + 1)
         self._known_starts: dict[tuple[int, int], Ints] = {}
 
         num_levels = len(self.levels)
@@ -145,19 +178,34 @@ class Orders:
         for last in sorted(set(self._resource)):
             yield from self._ending_with(last)
 
-    def _levels(self) -> Floats:
-        """Return (levels,) seconds of bottlenecks, ascending from one that nothing can beat."""
+    def by_use(self) -> Iterator[Uses]:
+        """Yield the best pipelines for each number of GPUs of each resource, by depth."""
+        none = len(self.levels)
+        seconds_of = np.append(self.levels, np.inf)
+        start, chosen = self._from_end()
+        every = range(len(self.rows))
+        for after in range(self._deepest):
+            start, row_of, whole = self._with_stage(every, after, start, chosen[-1])
+            chosen.append(row_of)
+
+            level = np.full(self._shape[1:], none)
+            first_row = np.full(self._shape[1:], -1)
+            for row, is_whole in whole.items():
+                least = np.where(is_whole.any(axis=0), is_whole.argmax(axis=0), none)
+                first_row = np.where(least < level, row, first_row)
+                level = np.minimum(level, least)
+            yield Uses(self, after + 1, seconds_of[level], level, first_row, tuple(chosen))
+
+    def _least_s(self) -> float:
+        """Return seconds of a bottleneck that nothing can beat; 0 without rows."""
         if not self.rows:
-            return np.zeros(0)
+            return 0.0
         # (R,) microbatches a second of one GPU, if it did the whole model at its best row
         speeds = np.zeros(len(self.supply))
         model_s = self.tables.sums.time_sums[self.rows, -1]
         speeds_of_rows = 1.0 / (model_s * self._degree)
         np.maximum.at(speeds, self._resource, speeds_of_rows)
-        least_s = 1.0 / float(speeds @ np.array(self.supply))
-
-        steps = np.arange(1, limits.LEVELS + 1)
-        return np.asarray(least_s * limits.LEVEL**steps)
+        return 1.0 / float(speeds @ np.array(self.supply))
 
     def _beside_s(self, row: int) -> float:
         """Return seconds of a stage beside its layers: its overhead and two quick transfers."""
@@ -208,14 +256,7 @@ class Orders:
 
     def _ending_with(self, last: int) -> Iterator[StageRows]:
         """Yield the best orders whose last stage is on resource `last`."""
-        layers = self.tables.num_layers
-        none = layers + 1
-        start = np.full(self._shape, none, dtype=np.int64)
-        by_level = start.reshape(len(self.levels), -1)
-        by_level[:, 0] = layers  # no GPU is used, no layer reached
-        no_rows = np.full(self._shape, -1, dtype=np.int64)
-        chosen = [no_rows]
-
+        start, chosen = self._from_end()
         best_level = dict.fromkeys(self._resource, len(self.levels))
         rows = [row for row, resource in enumerate(self._resource) if resource == last]
         for after in range(self._deepest):
@@ -229,6 +270,14 @@ class Orders:
                 if level is not None:
                     best_level[first] = level
                     yield self._order(level, is_whole[level], row, chosen)
+
+    def _from_end(self) -> tuple[Ints, list[Ints]]:
+        """Return the starts and rows of all states before any stage, at the model's end."""
+        layers = self.tables.num_layers
+        start = np.full(self._shape, layers + 1, dtype=np.int64)
+        by_level = start.reshape(len(self.levels), -1)
+        by_level[:, 0] = layers  # no GPU is used, no layer reached
+        return start, [np.full(self._shape, -1, dtype=np.int64)]
 
     def _with_stage(
         self, rows: Sequence[int], after: int, start: Ints, following: Ints
@@ -282,13 +331,22 @@ class Orders:
         """Return the order that begins with `row` and is whole at a level of bottlenecks.
 
         Of several it has the fewest GPUs. whole: True for the states of whole pipelines. chosen:
-        row of the first stage of each state, by number of stages.
+        as in `order_from`.
         """
         states = np.argwhere(whole)
         num_gpus = states.sum(axis=1)
         used = states[num_gpus.argmin()].tolist()
+        return self.order_from(used, level, row, chosen)
 
+    def order_from(
+        self, use: Sequence[int], level: int, row: int, chosen: Sequence[Ints]
+    ) -> StageRows:
+        """Return the order that begins with `row` and uses these GPUs at a level of bottlenecks.
+
+        chosen: row of the first stage of each state, by number of stages.
+        """
         # take one stage after the other away, from the first to the last but one
+        used = list(use)
         rows = [row]
         for by_state in chosen[-2:0:-1]:
             latest = rows[-1]

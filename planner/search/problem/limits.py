@@ -38,15 +38,23 @@ LIKELY_BOTTLENECK = 1.4
 LEVEL = 1.05  # between bottlenecks for which orders of stages are found; their cut is exact
 LEVELS = 24  # of them
 ORDERED = 2e6  # entries of arrays in all, with which orders are looked for
+UNLIKE = 4  # pipelines of two kinds at most: more of them differ little from equal ones
+DIVISIONS = 60  # of a fleet into pipelines of two kinds, which are cut
+DIVIDED = 2e6  # entries of arrays in all, with which divisions are looked for
+# of their bottlenecks, from that of all GPUs to that of a fourteenth of them
+WIDE_LEVEL = 1.08
+WIDE_LEVELS = 34
+UNBALANCED = 1.25  # times the step of a perfect balance, for which divisions are compared
 CLIMBS = 10  # drafts from which estimates are climbed, of unlike numbers of pipelines or stages
 CLIMBED_STAGES = 20_000  # of changed drafts, in all rounds of a climb but the last
 CLIMBED = 16  # changes of a draft whose gradient sync is estimated
 
 # ---- improvement ----
-TRIES_GPUS = 14_000  # tries times GPUs: a prediction's time grows with the GPUs
-MOST_TRIES = 1_200  # of small fleets: the reach is a second
+TRIES_GPUS = 24_000  # tries times GPUs: a prediction's time grows with the GPUs
+MOST_TRIES = 2_000  # of small fleets: the reach is a second
 FEWEST_TRIES = 60  # of large fleets: the reach is five seconds
-WALKS = 4  # starts, each with a part of the tries, before the best goes on
+WALKS = 8  # starts, of which rounds leave one
+UNEVEN_TRIES = 4  # the search of uneven stages comes second, with one part in so many of the tries
 HOT = 1e-3  # share of the step time that a change may cost at first
 # times the fastest: within it, which is less than the model's error, the plan with fewer kinds of
 # pipelines is chosen

@@ -28,9 +28,10 @@ class Judge:
     """Judge of plans by a score to minimize.
 
     score: seconds a step, or a number in proportion to them; infinite if a plan may not be chosen.
-    at_first, at_least: lower bounds of the score that take less time to compute, of a plan before
-    and after it is prepared. prepared: the plan as it would be run. likeness: a key that is equal
-    only for plans with equal scores, before they are prepared.
+    by_work, at_first, at_least: lower bounds of the score that take less time to compute, the least
+    first: two of a plan before it is prepared, the last after that. prepared: the plan as it would
+    be run. likeness: a key that is equal only for plans with equal scores, before they are
+    prepared.
     """
 
     score: Score
@@ -38,6 +39,7 @@ class Judge:
     prepared: Callable[[Plan], Plan] = lambda plan: plan
     likeness: Callable[[Plan], Hashable] = lambda plan: plan
     at_first: Score = lambda plan: 0.0
+    by_work: Score = lambda plan: 0.0
 
 
 _Seen = dict[str, tuple[int, int]]
@@ -102,20 +104,33 @@ class Improver:
         self.walked: list[Plan] = []  # what the first walks ended with
         self.timed: dict[Plan, float] = {}  # every plan that was judged, with its seconds
         self._scores: dict[Hashable, float] = {}  # by likeness
+        self._works: dict[Hashable, float] = {}
         self._bounds: dict[Hashable, float] = {}
         self._ready: dict[Hashable, Plan] = {}  # prepared plans; their bounds are of these
 
     def best_of(self, starts: Sequence[Plan], tries: int) -> Plan:
         """Return the best plan met in `tries` tries.
 
-        Half the tries are walked from all starts, the rest from the best plan met.
+        Each round walks from the better half of the plans of the one before, with as many tries in
+        all; the best plan has the tries of two (successive halving: Karnin, Koren and Somekh, ICML
+        2013).
         """
-        num_starts = max(1, len(starts))
-        each = max(1, tries // 2 // num_starts)
-        self.walked = [self.walk(plan, each) for plan in starts]
-        best = min(self.walked, key=self.judge.score)
-        left = max(1, tries - each * len(starts))
-        return self.walk(best, left)
+        # a walk of fewer tries leads nowhere
+        now = list(starts[: max(2, tries // limits.FEWEST_TRIES)])
+        num_rounds = math.ceil(math.log2(len(now)))
+        of_round = tries // (num_rounds + 2)
+        left = tries
+        self.walked = []
+        while len(now) > 1:
+            each = max(1, of_round // len(now))
+            left -= each * len(now)
+            ends = [self.walk(plan, each) for plan in now]
+            self.walked = self.walked or ends
+            unlike = dict.fromkeys(ends)
+            now = sorted(unlike, key=self.judge.score)[: len(now) // 2]
+        best = self.walk(now[0], max(1, left))
+        self.walked = self.walked or [best]
+        return best
 
     def walk(
         self, plan: Plan, tries: int, broken: Callable[[Plan], Collection[int]] | None = None
@@ -156,6 +171,10 @@ class Improver:
         known_s = self._scores.get(key)
         if known_s is not None:
             return known_s
+        if key not in self._works:
+            self._works[key] = self.judge.by_work(drawn)
+        if self._works[key] > most_s:
+            return math.inf
         if key not in self._bounds:
             self._bounds[key] = self.judge.at_first(drawn)
         if self._bounds[key] > most_s:
