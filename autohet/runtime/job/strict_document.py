@@ -9,7 +9,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import date
 from enum import Enum
 from pathlib import Path
@@ -83,7 +83,9 @@ def to_dataclass(document: Json, cls: type[T], what: str) -> T:
         ConfigError: unknown or missing keys, wrong types or values.
     """
     document = plain_values(document)
-    check_document_keys(document, cls, what, cls)
+    unknown = list(_unknown_keys(document, cls, what, cls))
+    if unknown:
+        raise ConfigError("\n".join(unknown))
     document = _as_fields(document, cls)
     try:
         return msgspec.convert(document, cls, strict=True)
@@ -119,38 +121,32 @@ def plain_values(value: Any) -> Any:
     return value
 
 
-def check_document_keys(
-    document: Json,
-    cls: type,
-    what: str,
-    root: type,
-    where: str = "",
-) -> None:
-    """Check that `cls` has every key of `document`, at any depth.
+def _unknown_keys(
+    document: Json, cls: type, what: str, root: type, where: str = ""
+) -> Iterator[str]:
+    """Yield a line for each key of `document`, at any depth, that `cls` has not.
 
-    root: dataclass of the whole document.
-
-    Raises:
-        ConfigError: for the first unknown key; suggests one that was probably meant.
+    A line suggests the key that was probably meant. root: dataclass of the whole document.
     """
     hints = typing.get_type_hints(cls)
     known = {key_of(field.name): hints[field.name] for field in dataclasses.fields(cls)}
     for key, value in document.items():
-        if key not in known:
-            raise ConfigError(_unknown_key(key, known, what, root, where))
-        _check_value_keys(value, known[key], what, root, f"{where}{key}")
+        if key in known:
+            yield from _unknown_in_value(value, known[key], what, root, f"{where}{key}")
+        else:
+            yield _unknown_key(key, known, what, root, where)
 
 
-def _check_value_keys(value: Any, hint: Any, what: str, root: type, where: str) -> None:
+def _unknown_in_value(value: Any, hint: Any, what: str, root: type, where: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         nested = _dataclass_in(hint)
         if nested is not None:
-            check_document_keys(value, nested, what, root, where + ".")
+            yield from _unknown_keys(value, nested, what, root, where + ".")
     elif isinstance(value, list | tuple):
         element = _element_of(hint)
         for index, item in enumerate(value):
             if element is not None:
-                _check_value_keys(item, element, what, root, f"{where}[{index}]")
+                yield from _unknown_in_value(item, element, what, root, f"{where}[{index}]")
 
 
 def _paths_by_key(cls: type, where: str = "") -> dict[str, str]:
