@@ -149,7 +149,8 @@ def describe_dataset(recipe: Recipe, dataset: TokenDataset) -> str:
     return (
         f"{len(selection.files)} files ({', '.join(formats)}; {size_mb:.1f} MB) of"
         f" {', '.join(recipe.data.sources)}: {facts.num_documents} documents,"
-        f" {facts.num_rows} rows of {facts.row_tokens} tokens{marked}; left out: {'; '.join(left_out) or 'nothing'}"
+        f" {facts.num_rows} rows of {facts.row_tokens} tokens{marked};"
+        f" left out: {'; '.join(left_out) or 'nothing'}"
     )
 
 
