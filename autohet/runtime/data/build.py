@@ -12,6 +12,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,14 @@ def prepare_dataset(
     if data.held_out:
         dataset = TokenDataset(target, data.held_out, data.reads_held_out)
     dataset.summary = describe_dataset(recipe, dataset)
-    logger.info("Data: %s", dataset.summary)
+    _log_once(dataset.summary)
     return dataset
+
+
+@lru_cache(maxsize=64)
+def _log_once(summary: str) -> None:
+    """Log a line once in this process: a driver prepares its data before Ray starts, and after."""
+    logger.info("Data: %s", summary)
 
 
 def find_dataset(data: DataSection, sequence_length: int) -> TokenDataset | None:
