@@ -256,7 +256,9 @@ def _readable(error: msgspec.ValidationError, document: Json, cls: type, what: s
     text = text.replace("object", "a mapping of keys").replace("array", "a list")
     choices = _choices(cls, place)
     others = text.replace(" | null", "").replace(" | bool", "")
-    if choices and "|" not in others:
+    if "a mapping of keys" in text:
+        text = text.replace("keys", f"keys ({', '.join(choices[:4])}, ...)" if choices else "keys")
+    elif choices and "|" not in others:
         text = f"use one of {', '.join(map(str, choices))}"
     shown = ""
     value = _value_at(document, place)
@@ -288,7 +290,7 @@ def _value_at(document: Any, place: str) -> Any:
 
 
 def _choices(cls: Any, place: str) -> tuple[Any, ...]:
-    """Return the values of the Literal at `place`; empty if there is none."""
+    """Return the values of the Literal at `place`, or the keys of the section; else empty."""
     words: tuple[Any, ...] = ()
     for key, index in re.findall(r"([A-Za-z_]\w*)(\[)?", place):
         hint = typing.get_type_hints(cls).get(key)
@@ -296,5 +298,5 @@ def _choices(cls: Any, place: str) -> tuple[Any, ...]:
         words = _words_of(hint)
         cls = _dataclass_in(hint)
         if cls is None:
-            break
-    return words
+            return words
+    return words or tuple(key_of(field.name) for field in dataclasses.fields(cls))

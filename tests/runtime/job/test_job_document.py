@@ -121,6 +121,10 @@ def test_round_trip_and_pickle() -> None:
         (minimal(training={"global_batch_sequences": 8}), ["lacks training.sequence_length"]),
         ({"training": {"global_batch_sequences": 8, "sequence_length": 16}}, ["lacks model"]),
         (minimal(training="x"), ["training is 'x'", "expected a mapping"]),
+        (
+            minimal(model={"pretrained": "x", "adapter": "qlora"}),
+            ["model.adapter is 'qlora'", "a mapping of keys (kind, from, rank, alpha, ...) | null"],
+        ),
         (minimal(model={}), ["exactly one of config", "pretrained"]),
         (minimal(model={"config": {"model_type": "llama"}, "pretrained": "x"}), ["exactly one"]),
         (minimal(model={"config": {"hidden_size": 8}}), ["model_type"]),
