@@ -77,7 +77,8 @@ def nested_dataclasses(annotation: Any) -> list[type]:
     """Return the dataclasses in a type, such as `tuple[str | SourceEntry, ...]`."""
     if inspect.isclass(annotation) and dataclasses.is_dataclass(annotation):
         return [annotation]
-    return [cls for part in typing.get_args(annotation) for cls in nested_dataclasses(part)]
+    found = [cls for part in typing.get_args(annotation) for cls in nested_dataclasses(part)]
+    return list(dict.fromkeys(found))
 
 
 def section_lines(cls: type, title: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ Both are measured in the same run.
 import argparse
 import importlib
 
-from autohet.cli.plan_options import check_output
+from autohet.cli.plans.options import check_output
 
 BENCHMARKS = {
     "planner": "accuracy of the cost model; the searches against bounds and other planners",

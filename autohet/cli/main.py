@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": "choose an asymmetric 3D plan for a job on a cluster",
     "train": "train a job on a Ray cluster",
     "sky": "train a job under SkyPilot, in the next region where one starves",
+    "rows": "prepare a job's data, and show which tokens are trained on",
     "check-model": "prove on the CPU that a job's model is trained as transformers computes it",
     "profile": "measure this machine's devices for a job's layers",
     "simulate": "a spot trace through the real controller, on a fake clock",

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from autohet.cli.plan_answers import evaluate_given, first_plan, search_plan
-from autohet.cli.plan_inputs import Session, open_session
-from autohet.cli.plan_options import add_options as add_options
-from autohet.cli.plan_options import check_output
+from autohet.cli.plans.answers import evaluate_given, first_plan, search_plan
+from autohet.cli.plans.inputs import Session, open_session
+from autohet.cli.plans.options import add_options as add_options
+from autohet.cli.plans.options import check_output
 from autohet.control.planning.buying import nodes_of
 from autohet.runtime.facts.fact_store import recall
 from planner.cost.parameters import OURS
@@ -126,16 +126,16 @@ def _write_outputs(session: Session, plan: Plan | None) -> None:
 
 def _print(session: Session, document: Document) -> None:
     if session.args.picture:
-        _shown_by("plan_picture", "draw")(document, session.fleet, session.args.picture)
+        _shown_by("picture", "draw")(document, session.fleet, session.args.picture)
     if session.args.json:
         json.dump(document, sys.stdout)
         print()
         return
-    _shown_by("plan_display", "show")(document, session.fleet)
+    _shown_by("display", "show")(document, session.fleet)
 
 
 def _shown_by(module: str, name: str) -> Callable[..., None]:
     """Import a module that only output for people needs; return its function."""
-    imported = importlib.import_module(f"autohet.cli.{module}")
+    imported = importlib.import_module(f"autohet.cli.plans.{module}")
     function: Callable[..., None] = getattr(imported, name)
     return function

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from autohet.cli.plan_options import check_output
+from autohet.cli.plans.options import check_output
 from autohet.runtime.job import Job
 from autohet.runtime.step.precision import format_of
 from planner.errors import ConfigError

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 
-from autohet.cli.plan_options import check_output
+from autohet.cli.plans.options import check_output
 from planner.inputs.documents import Document
 
 NOTICE_S = 120.0  # what EC2 gives

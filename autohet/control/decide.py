@@ -526,8 +526,8 @@ def _log_idle_deaths(memory: JobMemory, gone: Collection[str], seen: Observation
         yield event(
             "death",
             memory.generation,
+            reason,
             nodes=[name],
             workers=[],
-            reason=reason,
             gone=forget_gone(memory, [name], seen),
         )

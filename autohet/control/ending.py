@@ -179,9 +179,9 @@ def log_death(memory: JobMemory, trouble: fleet_event.FleetEvent, seen: Observat
     yield event(
         "death",
         memory.generation,
+        trouble.reason,
         nodes=list(trouble.nodes),
         workers=list(trouble.workers),
-        reason=trouble.reason,
         gone=forget_gone(memory, trouble.nodes, seen),
     )
     lost = [worker for worker in trouble.workers if worker in seen.losses]

@@ -197,7 +197,7 @@ def test_help_names_exactly_the_strategies_that_exist(capsys):
         main(["plan", "--help"])
     words = " ".join(capsys.readouterr().out.split())
     listed = words.partition("the search: ")[2].partition(" (default")[0]
-    assert listed.split(", ") == list(STRATEGIES), "plan_options.py names them by hand"
+    assert listed.split(", ") == list(STRATEGIES), "options.py names them by hand"
 
 
 def test_every_strategy_of_the_contract_answers_and_is_in_the_help(case, capsys):

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from autohet.cli.plan_answers import answer_document
-from autohet.cli.plan_picture import MOST_LISTED, draw, front_figure, ink, listed_points
+from autohet.cli.plans.answers import answer_document
+from autohet.cli.plans.picture import MOST_LISTED, draw, front_figure, ink, listed_points
 from planner.errors import ConfigError
 from planner.strategies import plan_with
 from tests.planner.cases import DEMO, fleet, request

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from autohet.cli.plan_display import group_pipelines, segment_label, show, stage_lines
+from autohet.cli.plans.display import group_pipelines, segment_label, show, stage_lines
 from planner.inputs.fleet import Fleet, Node, NodeType
 from planner.plans.plan import Pipeline, Plan, Stage
 

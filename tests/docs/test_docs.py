@@ -94,6 +94,8 @@ def test_the_reference_names_every_key_of_a_job(tmp_path: Path) -> None:
     sections = [hints["training"], hints["elastic"], *typing.get_args(hints["data"])[:1]]
     keys = {field.name for section in sections for field in dataclasses.fields(section)}
     assert keys <= set(rows)
+    titles = re.findall(r"^## .*$", page, re.MULTILINE)
+    assert sorted(titles) == sorted(set(titles)), "each section once"
     assert "## autohet train" in (tmp_path / "commands.md").read_text()
 
 

@@ -177,7 +177,7 @@ def fake_trackers(monkeypatch, calls):
         add_scalar=record("add_scalar"), add_text=record("add_text"), close=record("close")
     )
     board = types.SimpleNamespace(SummaryWriter=lambda path: writer)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    monkeypatch.setitem(sys.modules, "tensorboardX", board)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     names = {
         name: record(name) for name in ("set_experiment", "log_metrics", "log_dict", "end_run")
@@ -240,6 +240,15 @@ def test_steps_rise_whatever_is_run_again(tmp_path, monkeypatch):
     for step in (3, 4, 5, 4, 5, 6):
         callback.on_event({**STEP, "step": step})
     assert [options["step"] for options in named(calls, "log")] == [3, 4, 5, 5, 6]
+
+
+def test_files_of_tensorboard_need_no_further_package(tmp_path):
+    """Wrong: torch's writer, which imports the package that shows the files."""
+    (callback,), _ = make_callbacks(job_with("tensorboard"), tmp_path)
+    callback.on_event(STEP)
+    callback.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert b"gradient_norm" in file.read_bytes()
 
 
 def test_tensorboard_has_no_groups():

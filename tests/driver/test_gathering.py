@@ -2,6 +2,7 @@
 due.
 """
 
+import logging
 from typing import Any
 
 import pytest
@@ -114,7 +115,10 @@ def test_a_deadline_that_is_moved_up_ends_the_waiting() -> None:
     assert has_left(controller)
 
 
-def test_a_death_meanwhile_is_answered_at_once_with_all_notices() -> None:
+def test_a_death_meanwhile_is_answered_at_once_with_all_notices(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "autohet")
     controller, workforce = fleet()
     workforce.warn("small-0", 120)
     passes(controller, workforce, 1.0)
@@ -126,6 +130,7 @@ def test_a_death_meanwhile_is_answered_at_once_with_all_notices() -> None:
     run(controller, lambda: bool(causes(controller)))
     run(controller, trained(controller, controller.memory.ledger.committed_steps + 100))
     assert causes(controller) == ["death"]
+    assert [line for line in caplog.messages if line.startswith("lost small-2")], "said at once"
     assert {worker.split("/")[0] for worker in controller.memory.members} <= {"small-3", "small-4"}
 
 

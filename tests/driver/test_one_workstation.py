@@ -3,9 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from autohet.cli.main import main
+from autohet.driver.job import stop
 from autohet.driver.ray.this_machine import gpu_ids, launcher_document, reserved
 from planner.errors import ConfigError
 
@@ -41,3 +44,22 @@ def test_a_gpu_that_another_run_has_is_refused_by_that_jobs_name(
 
 def test_the_cpu_is_nobodys() -> None:
     assert gpu_ids(launcher_document("CPU", 4, 1 << 30, 16)) == []
+
+
+def test_after_a_run_on_its_own_ray_there_is_no_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong: "give an emulated --cluster", which the command does not have."""
+    monkeypatch.setattr(stop.ray_cluster, "_find_here", Mock(side_effect=ConnectionError("none")))
+    assert main(["status"]) == 2
+    assert "started ends with it; --address names others" in capsys.readouterr().err
+
+
+def test_a_run_on_its_own_ray_is_stopped_where_it_was_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wrong: "none", while `autohet status` shows that it trains."""
+    monkeypatch.setattr(stop.ray_cluster, "connect", lambda address, private: None)
+    monkeypatch.setattr(stop, "living_actors", list)
+    with pytest.raises(ConfigError, match=r"live here are: none \(Ctrl-C or SIGTERM stops an"):
+        stop.stop_run(None, "tiny", 0)

@@ -164,7 +164,8 @@ class TensorBoard:
     newest_step = -1
 
     def __init__(self, run: TrackedRun) -> None:
-        module = importlib.import_module("torch.utils.tensorboard")
+        # A dependency of Ray Train, whereas torch's writer needs the whole of TensorBoard.
+        module = importlib.import_module("tensorboardX")
         self._writer = module.SummaryWriter(str(run.directory / "tensorboard"))
         # TensorBoard shows texts as Markdown.
         config = json.dumps(run.config, indent=1)

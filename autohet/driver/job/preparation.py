@@ -36,6 +36,7 @@ from autohet.driver.ray.this_machine import for_this_machine, is_this_machine
 from autohet.driver.sources.instance_types import with_described_types
 from autohet.runtime.job import Job
 from autohet.runtime.models.config import load_config
+from autohet.runtime.models.registry import describe_trained
 from autohet.runtime.step.device import choose_device
 from autohet.runtime.step.precision import without_incapable_nodes
 from planner.errors import ConfigError
@@ -153,6 +154,8 @@ def check_inputs(
         # In a restart workers may train without a driver: what was checked is not checked again.
         return found, None
     check_data(job, int(config.vocab_size), here=here)
+    if job.model.adapter is not None:
+        logger.info("The adapter trains %s", describe_trained(config))
     planning = make_planning(job, zones=None if cluster is None else cluster.zones)
     planning.read_fixed_plan()
     if cluster is None:

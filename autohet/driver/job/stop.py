@@ -11,6 +11,7 @@ from planner.errors import ConfigError
 
 BY = "autohet stop"
 LOOK_S = 1.0
+NONE = "none (Ctrl-C or SIGTERM stops an `autohet train` that started Ray itself)"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def stop_run(address: str | None, job: str | None, wait_s: float) -> StoppedRun:
         runs = {actor.run_id for actor in living_actors()}
         found = sorted(each for each in runs if job in (None, _job_of(each)))
         if len(found) != 1:
-            names = ", ".join(sorted({_job_of(each) for each in runs})) or "none"
+            names = ", ".join(sorted({_job_of(each) for each in runs})) or NONE
             wanted = "no job is named" if job is None else f"{len(found)} runs are of job '{job}'"
             raise ConfigError(f"{wanted}; the jobs whose processes live here are: {names}")
         (run_id,) = found

@@ -141,6 +141,8 @@ def connect(address: str | None, *, private: bool = False, **options: Any) -> No
     """
     where = address or "this machine"
     remedy = "start one, or give --address or an emulated --cluster"
+    if private:
+        remedy = "one that `autohet train` started ends with it; --address names others"
     try:
         found = _reach(address, private=private)
     except (ConnectionError, OSError, ValueError) as error:

@@ -12,6 +12,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from autohet.runtime.data.parts import (
 )
 from autohet.runtime.data.recipe import Recipe, example_kind, tokenizer_of
 from autohet.runtime.data.row_writer import RowWriter, token_dtype
-from autohet.runtime.data.selection import Selection, describe_left_out
+from autohet.runtime.data.selection import describe_left_out
 from autohet.runtime.data.sources import select_sources
 from autohet.runtime.data.tokenization import BYTES_IDENTITY
 from autohet.runtime.job import DataSection
@@ -75,9 +76,15 @@ def prepare_dataset(
     dataset = _open_complete(target) or _build_once(target, recipe, progress, shared)
     if data.held_out:
         dataset = TokenDataset(target, data.held_out, data.reads_held_out)
-    dataset.summary = describe_dataset(recipe.selection, dataset)
-    logger.info("Data: %s", dataset.summary)
+    dataset.summary = describe_dataset(recipe, dataset)
+    _log_once(dataset.summary)
     return dataset
+
+
+@lru_cache(maxsize=64)
+def _log_once(summary: str) -> None:
+    """Log a line once in this process: a driver prepares its data before Ray starts, and after."""
+    logger.info("Data: %s", summary)
 
 
 def find_dataset(data: DataSection, sequence_length: int) -> TokenDataset | None:
@@ -115,9 +122,9 @@ def _build_once(
         return _Build(target, recipe, progress).run(shared)
 
 
-def describe_dataset(selection: Selection, dataset: TokenDataset) -> str:
+def describe_dataset(recipe: Recipe, dataset: TokenDataset) -> str:
     """Describe in one line the source files, the resulting dataset and the data left out."""
-    facts = dataset.facts
+    facts, selection = dataset.facts, recipe.selection
     formats = sorted({file.format for file in selection.files})
     size_mb = sum(file.size_bytes for file in selection.files) / 1e6
     left_out = []
@@ -148,8 +155,9 @@ def describe_dataset(selection: Selection, dataset: TokenDataset) -> str:
         marked += ", each a UTF-8 byte (data.tokenizer: bytes)"
     return (
         f"{len(selection.files)} files ({', '.join(formats)}; {size_mb:.1f} MB) of"
-        f" {', '.join(facts.sources)}: {facts.num_documents} documents, {facts.num_rows} rows of"
-        f" {facts.row_tokens} tokens{marked}; left out: {'; '.join(left_out) or 'nothing'}"
+        f" {', '.join(recipe.data.sources)}: {facts.num_documents} documents,"
+        f" {facts.num_rows} rows of {facts.row_tokens} tokens{marked};"
+        f" left out: {'; '.join(left_out) or 'nothing'}"
     )
 
 

@@ -46,11 +46,9 @@ class DatasetFacts:
     max_token: int
     """Largest token id that occurs."""
     num_documents: int
-    num_files: int
     file_bytes: int
     """Size of the token file."""
     tokenizer: str
-    sources: tuple[str, ...]
     num_broken: int = 0
     """Number of skipped broken lines."""
     num_broken_bytes: int = 0

@@ -60,6 +60,10 @@ class PlainExamples:
                 renamed[name] = record.get(str(field))
             elif name != "messages":
                 renamed[name] = _joined(record, _listed(field))
+        prompt = renamed.get("prompt")
+        if isinstance(prompt, dict) and is_conversation(prompt.get("messages")):
+            # OpenAI's files of preferences: an object of messages and their tools.
+            renamed = {**prompt, **renamed, "prompt": prompt["messages"]}
         for name in TEXT_COLUMNS:
             if name in renamed:
                 renamed[name] = _messages_in(renamed[name], name)

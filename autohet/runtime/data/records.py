@@ -29,6 +29,9 @@ READINGS = {
     frozenset({"messages"}): "kind: chat",
     frozenset({"conversations"}): "kind: sharegpt",
     frozenset({"input_ids"}): "tokens_field: input_ids",
+    frozenset({"preferred_output"}): (
+        "fields: {prompt: input, chosen: preferred_output, rejected: non_preferred_output}"
+    ),
 }
 """Keys of `data` for records with fields of these names."""
 PROMPT_COLUMNS = (

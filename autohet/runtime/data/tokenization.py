@@ -41,6 +41,9 @@ class Tokenizer(Protocol):
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its name; None if there is no such token."""
 
+    def decode(self, ids: NDArray[np.int64]) -> str:
+        """Return the text of ids, with special tokens."""
+
 
 class ByteTokenizer:
     """Tokenizer of UTF-8 bytes: token b is byte b, 0 to 255.
@@ -71,6 +74,9 @@ class ByteTokenizer:
 
     def token_id(self, token: str) -> int | None:
         return None
+
+    def decode(self, ids: NDArray[np.int64]) -> str:
+        return ids.astype(np.uint8).tobytes().decode("utf-8", "replace")
 
 
 def _bytes_of(text: str) -> bytes:
@@ -119,6 +125,9 @@ class LibraryTokenizer:
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
+    def decode(self, ids: NDArray[np.int64]) -> str:
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
 
 class NoTokenizer:
     """Stand-in for the unknown tokenizer of rows that hold token ids."""
@@ -139,6 +148,9 @@ class NoTokenizer:
 
     def token_id(self, token: str) -> int | None:
         return None
+
+    def decode(self, ids: NDArray[np.int64]) -> str:
+        return " ".join(map(str, ids))
 
 
 def _begin_tokens(tokenizer: Any) -> tuple[int, ...]:

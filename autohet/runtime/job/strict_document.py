@@ -9,7 +9,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import date
 from enum import Enum
 from pathlib import Path
@@ -83,7 +83,9 @@ def to_dataclass(document: Json, cls: type[T], what: str) -> T:
         ConfigError: unknown or missing keys, wrong types or values.
     """
     document = plain_values(document)
-    check_document_keys(document, cls, what, cls)
+    unknown = list(_unknown_keys(document, cls, what, cls))
+    if unknown:
+        raise ConfigError("\n".join(unknown))
     document = _as_fields(document, cls)
     try:
         return msgspec.convert(document, cls, strict=True)
@@ -119,38 +121,32 @@ def plain_values(value: Any) -> Any:
     return value
 
 
-def check_document_keys(
-    document: Json,
-    cls: type,
-    what: str,
-    root: type,
-    where: str = "",
-) -> None:
-    """Check that `cls` has every key of `document`, at any depth.
+def _unknown_keys(
+    document: Json, cls: type, what: str, root: type, where: str = ""
+) -> Iterator[str]:
+    """Yield a line for each key of `document`, at any depth, that `cls` has not.
 
-    root: dataclass of the whole document.
-
-    Raises:
-        ConfigError: for the first unknown key; suggests one that was probably meant.
+    A line suggests the key that was probably meant. root: dataclass of the whole document.
     """
     hints = typing.get_type_hints(cls)
     known = {key_of(field.name): hints[field.name] for field in dataclasses.fields(cls)}
     for key, value in document.items():
-        if key not in known:
-            raise ConfigError(_unknown_key(key, known, what, root, where))
-        _check_value_keys(value, known[key], what, root, f"{where}{key}")
+        if key in known:
+            yield from _unknown_in_value(value, known[key], what, root, f"{where}{key}")
+        else:
+            yield _unknown_key(key, known, what, root, where)
 
 
-def _check_value_keys(value: Any, hint: Any, what: str, root: type, where: str) -> None:
+def _unknown_in_value(value: Any, hint: Any, what: str, root: type, where: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         nested = _dataclass_in(hint)
         if nested is not None:
-            check_document_keys(value, nested, what, root, where + ".")
+            yield from _unknown_keys(value, nested, what, root, where + ".")
     elif isinstance(value, list | tuple):
         element = _element_of(hint)
         for index, item in enumerate(value):
             if element is not None:
-                _check_value_keys(item, element, what, root, f"{where}[{index}]")
+                yield from _unknown_in_value(item, element, what, root, f"{where}[{index}]")
 
 
 def _paths_by_key(cls: type, where: str = "") -> dict[str, str]:
@@ -260,7 +256,9 @@ def _readable(error: msgspec.ValidationError, document: Json, cls: type, what: s
     text = text.replace("object", "a mapping of keys").replace("array", "a list")
     choices = _choices(cls, place)
     others = text.replace(" | null", "").replace(" | bool", "")
-    if choices and "|" not in others:
+    if "a mapping of keys" in text:
+        text = text.replace("keys", f"keys ({', '.join(choices[:4])}, ...)" if choices else "keys")
+    elif choices and "|" not in others:
         text = f"use one of {', '.join(map(str, choices))}"
     shown = ""
     value = _value_at(document, place)
@@ -292,7 +290,7 @@ def _value_at(document: Any, place: str) -> Any:
 
 
 def _choices(cls: Any, place: str) -> tuple[Any, ...]:
-    """Return the values of the Literal at `place`; empty if there is none."""
+    """Return the values of the Literal at `place`, or the keys of the section; else empty."""
     words: tuple[Any, ...] = ()
     for key, index in re.findall(r"([A-Za-z_]\w*)(\[)?", place):
         hint = typing.get_type_hints(cls).get(key)
@@ -300,5 +298,5 @@ def _choices(cls: Any, place: str) -> tuple[Any, ...]:
         words = _words_of(hint)
         cls = _dataclass_in(hint)
         if cls is None:
-            break
-    return words
+            return words
+    return words or tuple(key_of(field.name) for field in dataclasses.fields(cls))

@@ -95,8 +95,8 @@ class TrainingSection:
     norms_and_biases: norms and biases, as `transformers.Trainer` chooses them; none: no parameter.
     Else a list of parameter names, in which * stands for any part.
     """
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0."""
+    warmup_steps: float = 0
+    """Steps over which the learning rate rises linearly from 0; below 1: a share of all steps."""
     decay_steps: int | None = None
     """Step at which the schedule reaches its end; null: `steps`."""
     stable_steps: int | None = None
@@ -275,7 +275,7 @@ class TrainingSection:
         """Return the number of steps over which `wsd` falls to its floor, reached at step `end`."""
         if self.stable_steps is None:
             return -(-end // 10)
-        return max(0, end - self.warmup_steps - self.stable_steps)
+        return max(0, end - int(self.warmup_steps) - self.stable_steps)
 
     def skips(self, step: int) -> bool:
         """Return True if `skip_steps` contains this step."""
@@ -286,7 +286,7 @@ class TrainingSection:
         require_at_least("training.sequence_length", self.sequence_length, 1)
         require_at_least("training.steps", self.steps, 1)
         require_positive("training.max_epochs", self.max_epochs)
-        require_at_least("training.warmup_steps", self.warmup_steps, 0)
+        self._resolve_warmup()
         require_at_least("training.weight_decay", self.weight_decay, 0)
         require_at_least("training.learning_rate", self.learning_rate, 0)
         require_at_least("training.muon_learning_rate", self.muon_learning_rate, 0)
@@ -362,6 +362,20 @@ class TrainingSection:
                 f"training.{key} is {value}, but training.objective is {self.objective}, whose loss"
                 " has no such term; leave one out",
             )
+
+    def _resolve_warmup(self) -> None:
+        """Convert a share to steps as transformers does, once the schedule's steps are known."""
+        warmup = self.warmup_steps
+        require_at_least("training.warmup_steps", warmup, 0)
+        require(
+            warmup < 1 or warmup == int(warmup),
+            f"training.warmup_steps is {warmup}; give a number of steps, or a share below 1",
+        )
+        end = self.decay_steps or (None if self.max_epochs else self.steps)
+        if warmup < 1 and end:
+            warmup = math.ceil(warmup * end)
+        if warmup == int(warmup):
+            object.__setattr__(self, "warmup_steps", int(warmup))
 
     def _check_schedule(self) -> None:
         ratio = self.floor_ratio

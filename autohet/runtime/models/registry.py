@@ -1,6 +1,7 @@
 """Families of this process by model type, and the names of their stages' parameters."""
 
 import importlib
+import math
 import sys
 from pathlib import Path
 
@@ -71,6 +72,14 @@ def untrained_error(model_type: object) -> ConfigError:
         f"model_type '{model_type}' cannot be trained; known: {', '.join(sorted(FAMILIES))}. Give"
         " model.family: auto for another decoder of transformers, or your own family"
     )
+
+
+def describe_trained(config: PreTrainedConfig) -> str:
+    """Describe how many parameters are trained, as peft's `print_trainable_parameters` does."""
+    specs = family_of(config).parameter_specs(config).values()
+    total = sum(math.prod(spec.shape) for spec in specs)
+    trained = sum(math.prod(spec.shape) for spec in specs if spec.trainable)
+    return f"{trained:,} of {total:,} parameters ({trained / total:.4%})"
 
 
 def held_specs(config: PreTrainedConfig) -> dict[str, ParameterSpec]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autohet.bench.planner.layer_times import layer_times_row
-from autohet.cli.plan_inputs import read_runs
+from autohet.cli.plans.inputs import read_runs
 from autohet.runtime.facts.planning import planning_inputs
 from autohet.runtime.job import Job
 from autohet.runtime.models.specs.model_spec import model_spec_from_config

@@ -177,6 +177,11 @@ def test_a_clone_of_a_hub_data_set_is_its_data(
     for name in ("README.md", "LICENSE", "notes.txt", "loader.py", ".git"):
         assert name in line
     assert line == f"Data: {dataset.summary}"
+    with caplog.at_level(logging.INFO, "autohet.data"):
+        prepare_dataset(make_data(root), 15)
+    assert len(caplog.records) == 1, "said once"
+    again = prepare_dataset(make_data(root / "data" / f"*.{kind}"), 15)
+    assert f"/*.{kind}: 40 documents" in again.summary, "the source of this job, not the first one"
 
 
 def test_cards_alone_are_no_data(tmp_path: Path, make_data: MakeData) -> None:

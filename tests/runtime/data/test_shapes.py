@@ -215,6 +215,22 @@ def test_a_preference_whose_prompt_is_a_text(
     same_rows(make_data, tmp_path, [record], [plain], kind="preference")
 
 
+def test_openais_preferences_are_pairs_with_tools(
+    tmp_path: Path, make_data: MakeData, tokenizer: Any
+) -> None:
+    """Wrong: the prompt inside an object is none, or its tools are left out."""
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("Thus.", "No."))
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    prompt = {"messages": DIALOG, "tools": tools, "parallel_tool_calls": True}
+    given = [{"input": prompt, "preferred_output": chosen, "non_preferred_output": rejected}]
+    plain = [{"prompt": DIALOG, "chosen": chosen, "rejected": rejected, "tools": tools}]
+    fields = {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}
+    same_rows(make_data, tmp_path, given, plain, kind="preference", fields=fields)
+    remedy = str(fields).replace("'", "")
+    with pytest.raises(ConfigError, match=re.escape(f"set data.fields: {remedy}")):
+        same_rows(make_data, tmp_path, given, plain, kind="preference")
+
+
 def test_a_text_beside_messages_is_one_of_them(
     tmp_path: Path, make_data: MakeData, tokenizer: Any
 ) -> None:

@@ -121,6 +121,10 @@ def test_round_trip_and_pickle() -> None:
         (minimal(training={"global_batch_sequences": 8}), ["lacks training.sequence_length"]),
         ({"training": {"global_batch_sequences": 8, "sequence_length": 16}}, ["lacks model"]),
         (minimal(training="x"), ["training is 'x'", "expected a mapping"]),
+        (
+            minimal(model={"pretrained": "x", "adapter": "qlora"}),
+            ["model.adapter is 'qlora'", "a mapping of keys (kind, from, rank, alpha, ...) | null"],
+        ),
         (minimal(model={}), ["exactly one of config", "pretrained"]),
         (minimal(model={"config": {"model_type": "llama"}, "pretrained": "x"}), ["exactly one"]),
         (minimal(model={"config": {"hidden_size": 8}}), ["model_type"]),
@@ -487,8 +491,20 @@ FAMILIAR = (
     " special_tokens rope_scaling template stage plot_loss bias precompute_ref_log_probs"
     " type roles add_bos_token streaming shuffle max_samples max_train_samples"
     " truncation_mode max_prompt_length pad_token dataset_num_proc use_cache remove_unused_columns"
+    " pretraining_dataset eot_tokens plugins strict debug default_system_message peft_use_dora"
+    " loss_watchdog_threshold tokenizer_use_fast flex_attention ds_type enable_liger_kernel"
+    " eval_batch_size skip_prepare_dataset use_wandb added_tokens_overrides"
 )
 """Keys of everyday configs of TRL, axolotl and LLaMA-Factory, which all get an answer."""
+
+
+def test_all_unknown_keys_are_named_at_once() -> None:
+    """Wrong: the first alone, so that a config of axolotl takes forty attempts."""
+    document = {"base_model": "a", "lora_r": 8, **minimal(data={"source": [{"type": "x"}]})}
+    with pytest.raises(ConfigError) as caught:
+        Job.from_document(document)
+    keys = [line.split()[2] for line in str(caught.value).splitlines()]
+    assert keys == ["base_model", "lora_r", "data.source[0].type"]
 
 
 def test_other_libraries_names_lead_to_the_keys_here() -> None:

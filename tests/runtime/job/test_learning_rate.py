@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import get_scheduler
+from transformers import TrainingArguments, get_scheduler
 
 from autohet.runtime.job import TrainingSection
 from autohet.runtime.step.learning_rate import follows_steps, learning_rate
@@ -67,6 +67,18 @@ def test_rates_are_those_of_the_library(
     wanted = library_rates(name, warmup, extra)
     found = [learning_rate(section, step) for step in range(STEPS)]
     assert found == pytest.approx(wanted, rel=1e-12, abs=1e-18)
+
+
+@pytest.mark.parametrize("bound", [{"steps": 125}, {"max_epochs": 2.5}])
+def test_a_share_of_warmup_is_the_librarys(bound: dict[str, Any]) -> None:
+    """Wrong: a share of `steps` that epochs shorten, or one rounded down (12)."""
+    theirs = TrainingArguments(output_dir="unused", warmup_steps=0.1)
+    section = TrainingSection(
+        global_batch_sequences=8, sequence_length=1, warmup_steps=0.1, **bound
+    ).with_rows(400)
+    assert (section.steps, section.warmup_steps) == (125, theirs.get_warmup_steps(125))
+    with pytest.raises(ConfigError, match=r"warmup_steps is 2\.5; give a number of steps, or a"):
+        TrainingSection(global_batch_sequences=8, sequence_length=1, warmup_steps=2.5)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])

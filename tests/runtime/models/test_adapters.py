@@ -19,7 +19,7 @@ from autohet.runtime.models.layers.adapters import (
     set_adapter,
     without_any_dropout,
 )
-from autohet.runtime.models.registry import family_of
+from autohet.runtime.models.registry import describe_trained, family_of
 from autohet.runtime.models.specs.adapter_spec import adapt_spec
 from autohet.runtime.models.stages.stage import build_stage
 from autohet.runtime.models.thread_group import run_ranks
@@ -346,6 +346,10 @@ def test_all_linear_of_a_mixture_trains_what_peft_trains(name: str) -> None:
     specs = family_of(config).parameter_specs(config)
     ours = {key: math.prod(specs[key].shape) for key in trainable(config)}
     assert ours == {key: tensor.numel() for key, tensor in named_adapters(peft)}
+    trained, total = peft.get_nb_trainable_parameters()
+    assert (
+        describe_trained(config) == f"{trained:,} of {total:,} parameters ({trained / total:.4%})"
+    )
 
 
 @pytest.mark.parametrize("target", ["layers.1.self_attn.q_proj", "lm_head"])

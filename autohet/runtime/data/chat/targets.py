@@ -417,7 +417,10 @@ def _warn_of_lost_text(messages: Any, turns: list[int], text: str, spans: list[M
                 )
         for call in message.get("tool_calls", ()):
             if str(call.get("function", call).get("name", "")) not in written:
-                warn_once("the chat template leaves out tool calls, which are not trained on")
+                warn_once(
+                    "the chat template leaves out tool calls, which are not trained on; a turn of"
+                    " calls alone is trained on as an empty answer"
+                )
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autohet.cli.plan_display import (
+from autohet.cli.plans.display import (
     MOST_BARS,
     colours_of,
     gpus_of,

@@ -4,7 +4,7 @@ import math
 import time
 from typing import Any
 
-from autohet.cli.plan_inputs import Session
+from autohet.cli.plans.inputs import Session
 from planner.cost.memory.host_memory import document_of
 from planner.cost.model import CostModel
 from planner.cost.prediction import Prediction

@@ -1,0 +1,1 @@
+"""Parts of `autohet plan`: its options, inputs, searches, and the display of plans."""
