@@ -15,7 +15,7 @@ from tests.architecture.sources import ROOT, inner_statements, trees
 
 MAX_PARAMETERS = 6
 MAX_METHODS = 20
-MAX_TOKENS = 676_805
+MAX_TOKENS = 676_793
 """Limit on the tokens of all code, which only falls: what adds something deletes as much elsewhere.
 """
 SILENT = {

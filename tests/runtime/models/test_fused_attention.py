@@ -21,9 +21,9 @@ import torch
 from autohet.runtime.models.layers import attention
 from autohet.runtime.models.layers.chunked_attention import Explicit
 from scripts.benchmarks.gpu import attentions
-attentions.widen_products()
+attentions.correct_bf16()
 cpu = torch.device("cpu")
-attentions.compare(cpu, (16, 64), every=5)
+attentions.compare(cpu, (16, 64), every=3)
 shapes = (1, 4, 77, 16), (1, 2, 77, 16), (1, 2, 77, 16)
 for dtype in attention.FUSED:
     attention._check_kernels(cpu, dtype, *shapes, Explicit(5.0, has_sinks=True), 0.1, True)

@@ -182,7 +182,7 @@ def _usable_kernels(states: States, mask: Tensor | None, explicit: Explicit) -> 
     # Kernels are compiled for lengths that are multiples of 16, and for others.
     length = 77 if query.shape[2] % 16 else 80
     shapes = [(1, each.shape[1], length, each.shape[3]) for each in states]
-    rate = None if explicit.dropout is None else explicit.dropout.rate
+    rate = explicit.dropout and explicit.dropout.rate
     kind = replace(explicit, dropout=None), rate, mask is not None
     return _try_kernels(query.device, query.dtype, *shapes, *kind)
 
@@ -219,7 +219,7 @@ def _check_kernels(device: torch.device, dtype: torch.dtype, *kind: Any) -> Any:
             torch.randn(shape, generator=source, dtype=dtype, device=device, requires_grad=True)
             for shape in shapes
         ]
-        if rate is not None:
+        if rate:
             numbers = torch.arange(max(length, heads), dtype=torch.int32, device=device)
             rows = DropoutRows(numbers[None, :length])
             dropout = AttentionDropout(rate, rows, numbers[:heads])

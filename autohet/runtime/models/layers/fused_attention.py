@@ -258,8 +258,7 @@ class FusedAttention(torch.autograd.Function):
         batch, heads, length, _ = query.shape
         end = rows = columns = None
         if first is not None:
-            places = torch.arange(length, dtype=torch.int32, device=query.device)
-            places = places.repeat(batch, 1)
+            places = torch.arange(length, device=query.device).repeat(batch, 1).int()
             end = torch.searchsorted(first, places, right=True, out_int32=True)
         if explicit.dropout is not None:
             rows = _shift(explicit.dropout.query_keys(slice(None)))
