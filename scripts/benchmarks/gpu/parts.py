@@ -28,7 +28,7 @@ PARTS = {
     ),
     "attention": GpuPart(
         "attention's kernels beside the library's modules; seconds with and without dropout",
-        150.0,
+        200.0,
         "attentions.run",
     ),
     "step_large": GpuPart("a step of 3 B beside plain loops", 130.0, "steps.large"),
