@@ -10,22 +10,24 @@ from planner.plans.plan import FINEST_TP_DEGREE, TensorShare
 
 EXPLICIT_SCORES = 1 << 23
 """Limit on the attention scores that a worker computes at a time without a fused kernel."""
-WINDOW_CHUNK = 1024
-"""Queries that a worker computes at a time under a sliding window; the window's if that is less."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExplicitScores:
-    """Attention scores that no fused kernel computes: at most EXPLICIT_SCORES at a time, not kept.
+    """Attention scores that no kernel of PyTorch computes.
 
-    The backward pass computes them again. All bytes are counted operator by operator, in fp32.
+    A kernel of this project has them in registers. Where it cannot run, they are computed operator
+    by operator, at most EXPLICIT_SCORES at a time. The backward pass computes them again.
 
-    heads: their heads, split by tensor parallelism. alive_bytes: bytes of each score, and of
-    tensors like the scores, that are alive together. forward_traffic, backward_traffic: bytes that
-    operators read and write for each score.
+    heads: their heads, split by tensor parallelism. operations: of the kernel's integer units for
+    each score and pass over it, or of units as fast: a hash of 8 (`fused_attention._is_kept`, and a
+    selection), a tanh of 8. alive_bytes: bytes of each score, and of tensors like the scores, that
+    are alive together without the kernel, in fp32. forward_traffic, backward_traffic: bytes that
+    operators then read and write for each score.
     """
 
     heads: int
+    operations: float
     alive_bytes: float
     forward_traffic: float
     backward_traffic: float
@@ -35,7 +37,8 @@ class ExplicitScores:
         """Return the scores of an attention with a soft-cap, dropout of its weights, or both."""
         alive = 13.0 + 4.0 * has_softcap + 8.0 * has_dropout
         forward = 35.0 + 25.0 * has_softcap + 125.0 * has_dropout
-        return cls(heads, alive, forward, forward + 65.0)
+        operations = 8.0 * (has_softcap + has_dropout)
+        return cls(heads, operations, alive, forward, forward + 65.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,23 +190,6 @@ class LayerSpec:
         if self.slides(sequence_length):
             keys = min(keys, self.window * (2.0 - self.window / sequence_length))
         return keys
-
-    def computed_keys_per_query(self, sequence_length: int) -> float:
-        """Return `keys_per_query` with the keys that a chunk of queries computes in vain.
-
-        A chunk of C queries under a window w computes the w keys before it and its own C for each
-        query; the first chunk is causal, as a fused kernel computes it.
-        """
-        keys = self.keys_per_query(sequence_length)
-        if not self.slides(sequence_length):
-            return keys
-        chunk = min(WINDOW_CHUNK, self.window)
-        pairs = chunk * chunk / 2
-        for begin in range(chunk, sequence_length, chunk):
-            queries = min(chunk, sequence_length - begin)
-            pairs += queries * (min(begin, self.window) + queries)
-        most = sequence_length * self.score_share
-        return max(keys, min(2.0 * pairs / sequence_length, most))
 
     def score_flops(self, sequence_length: int) -> float:
         """Return FLOPs of the attention's two products in one sequence's forward pass.

@@ -28,6 +28,13 @@ ATTENTION_SHARE = 0.6
 ATTENTION_BACKWARD = 3.0
 """Seconds of a fused attention's backward over its forward's: 2.5 times the FLOPs, since scores are
 made again, at 0.83 times the rate (Dao 2023, figures 5 and 6)."""
+EXTRA_PRODUCTS = 0.4
+"""Products of this project's backward kernels beyond those of PyTorch's, relative to the latter."""
+FLOPS_PER_OPERATION = 4.0
+"""fp32's FLOPs in the time of one integer operation: half as many units, each of one operation.
+
+A100 has as many units of both, so it takes half of that time.
+"""
 WEIGHT_GRADIENT_BYTES = 16.0
 """Memory traffic of one weight's gradient in each backward pass, as measured on every device."""
 FP8_CAST_BYTES = 5.0
@@ -153,12 +160,6 @@ class LayerWork:
         return self.flops - self.score_flops
 
     @property
-    def computed_score_flops(self) -> float:
-        """`score_flops` with those that chunks under a sliding window compute in vain."""
-        keys = self.layer.computed_keys_per_query(self.sequence_length)
-        return 4.0 * self.tokens * keys * self.layer.attention_width / self.tp_degree
-
-    @property
     def kept_bytes(self) -> float:
         """Bytes of the values that the forward pass leaves for the backward pass."""
         layer = self.layer
@@ -178,10 +179,10 @@ def block_seconds(
     """
     rates = device_rates(device, work.dtype, parameters)
     products_s = work.product_flops / rates.matmul_flops
-    attention_s = work.computed_score_flops / 2 / rates.attention_flops
+    attention_s = work.score_flops / 2 / rates.attention_flops
     attention_backward = ATTENTION_BACKWARD
-    if work.layer.slides(work.sequence_length):
-        attention_backward += 1  # chunks are computed again
+    if work.layer.slides(work.sequence_length) and work.layer.explicit_scores is None:
+        attention_backward *= 1 + EXTRA_PRODUCTS
     is_fused = parameters.fuses_block
     passes = FUSED_PASSES if is_fused else ELEMENTWISE_PASSES
     traffic_s = passes * work.kept_bytes / rates.memory_bytes_per_s
@@ -262,19 +263,26 @@ def fp8_ratios(device: GpuType, work: LayerWork, parameters: CostParameters) -> 
 def explicit_seconds(
     device: GpuType, work: LayerWork, parameters: CostParameters
 ) -> tuple[float, float]:
-    """Forward and backward seconds of the memory traffic of scores without a fused kernel.
+    """Forward and backward seconds of scores beyond those of a fused attention; 0 if it is fused.
 
-    Attention is causal: half of the scores are computed. Zero if the attention is fused.
+    Attention is causal: half of the scores are computed. The backward pass of `fused_attention`
+    goes over them twice, with seven products for PyTorch's five, since it adds nothing atomically.
+    Operations are added in full, though they may run beside the products. A GPU older than Ampere
+    cannot run it, and moves scores through memory.
     """
     explicit = work.layer.explicit_scores
     if explicit is None:
         return 0.0, 0.0
-    keys = work.layer.computed_keys_per_query(work.sequence_length) / 2
+    keys = work.layer.keys_per_query(work.sequence_length) / 2
     scores = explicit.heads / work.tp_degree * work.tokens * keys
-    bytes_per_s = device_rates(device, work.dtype, parameters).memory_bytes_per_s
-    forward_s = scores * explicit.forward_traffic / bytes_per_s
-    backward_s = scores * explicit.backward_traffic / bytes_per_s
-    return forward_s, backward_s
+    rates = device_rates(device, work.dtype, parameters)
+    if device.bf16_flops is None:
+        forward_s = scores * explicit.forward_traffic / rates.memory_bytes_per_s
+        backward_s = scores * explicit.backward_traffic / rates.memory_bytes_per_s
+        return forward_s, backward_s
+    pass_s = scores * explicit.operations * FLOPS_PER_OPERATION / device.fp32_flops
+    attention_s = work.score_flops / 2 / rates.attention_flops
+    return pass_s, 2 * pass_s + EXTRA_PRODUCTS * ATTENTION_BACKWARD * attention_s
 
 
 def replicated_seconds(device: GpuType, work: LayerWork, parameters: CostParameters) -> float:

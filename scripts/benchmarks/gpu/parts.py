@@ -26,6 +26,11 @@ PARTS = {
     "predicted_1b": GpuPart(
         "predicted step and peak memory of 1 B beside measured ones", 80.0, "measures.predicted_1b"
     ),
+    "attention": GpuPart(
+        "attention's kernels beside the library's modules; seconds with and without dropout",
+        200.0,
+        "attentions.run",
+    ),
     "step_large": GpuPart("a step of 3 B beside plain loops", 130.0, "steps.large"),
     "snapshots": GpuPart(
         "a snapshot of 1 B to host memory after each step, and back", 160.0, "measures.snapshots"

@@ -69,7 +69,8 @@ def test_a_capped_attention_in_chunks_is_one_of_the_whole(monkeypatch: pytest.Mo
     states = [each.requires_grad_() for each in (query, key, value)]
     outputs, gradients = [], []
     for chunk in (1024, 16):
-        monkeypatch.setattr("autohet.runtime.models.layers.attention.CHUNK_TOKENS", chunk)
+        for module in ("attention", "chunked_attention"):
+            monkeypatch.setattr(f"autohet.runtime.models.layers.{module}.CHUNK_TOKENS", chunk)
         out, _ = attention(torch.nn.Identity(), *states, None, scaling=0.5, softcap=2.0)
         outputs.append(out)
         gradients.append(torch.autograd.grad(out.square().sum(), states))

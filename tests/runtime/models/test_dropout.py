@@ -11,7 +11,7 @@ from autohet.runtime.job import AdapterSection, ModelSection
 from autohet.runtime.models.config import load_config
 from autohet.runtime.models.families import BUILT_IN
 from autohet.runtime.models.initialization import initial_parameters
-from autohet.runtime.models.layers import attention, dropout
+from autohet.runtime.models.layers import chunked_attention, dropout
 from autohet.runtime.models.layers.dropout import (
     AttentionDropout,
     DropoutRows,
@@ -215,7 +215,7 @@ def test_gradients_are_those_of_the_same_masks(name: str, monkeypatch: pytest.Mo
     parameters = random_parameters(config)
     found = []
     for recompute, scores in (("none", 1 << 23), ("none", 600), ("full", 1 << 23)):
-        monkeypatch.setattr(attention, "EXPLICIT_SCORES", scores)
+        monkeypatch.setattr(chunked_attention, "EXPLICIT_SCORES", scores)
         stages = stage_chain(config, parameters, [3], recompute=recompute)
         stages[0].dropout.draw(5, SAMPLES)
         found.append(run_chain(config, stages)[2])

@@ -141,18 +141,21 @@ def test_scores_without_a_fused_kernel_cost_memory_and_time() -> None:
         for dropout in (False, True)
     )
     assert fused.explicit_scores is None
-    assert drops.explicit_scores == ExplicitScores(4, 21.0, 160.0, 225.0)
+    assert drops.explicit_scores == ExplicitScores(4, 8.0, 21.0, 160.0, 225.0)
     gemma2 = {"model_type": "gemma2", "num_hidden_layers": 2}
     spec = model_spec_from_config("m", gemma2)
-    assert spec.blocks[0].explicit_scores == ExplicitScores(8, 17.0, 60.0, 125.0)
-    device = find_gpu_type("A100-40")
-    assert device is not None
+    assert spec.blocks[0].explicit_scores == ExplicitScores(8, 8.0, 17.0, 60.0, 125.0)
     capped = spec.blocks[0]
-    plain, found = (
-        block_seconds(device, LayerWork("block", each, "bf16", 4096, 1, 2), CostParameters())
-        for each in (replace(capped, explicit_scores=None), capped)
-    )
-    rates = device_rates(device, "bf16", CostParameters())
-    traffic_s = 4 * 4096**2 / 2 * 60.0 / rates.memory_bytes_per_s
-    assert found[0] - plain[0] == pytest.approx(traffic_s)
-    assert found[1] > plain[1]
+    for name, dtype in (("T4", "fp16"), ("H100-80", "bf16")):
+        device = find_gpu_type(name)
+        assert device is not None
+        plain, found = (
+            block_seconds(device, LayerWork("block", each, dtype, 4096, 1, 2), CostParameters())
+            for each in (replace(capped, explicit_scores=None), capped)
+        )
+        rates = device_rates(device, dtype, CostParameters())
+        more_s = 4 * 4096**2 / 2 * 60.0 / rates.memory_bytes_per_s
+        if name != "T4":
+            more_s = 4 * 4096**2 / 2 * 8 / (device.fp32_flops / 4)
+        assert found[0] - plain[0] == pytest.approx(more_s), "by chunks on a GPU without the kernel"
+        assert found[1] > plain[1]

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from autohet.runtime.models.layers import attention as attention_module
+from autohet.runtime.models.layers import chunked_attention
 from autohet.runtime.models.layers.attention import attention, whole_mask, window_band
 from tests.harness.tiny_models import random_parameters, stage_chain, tiny_config
 
@@ -33,7 +34,8 @@ def inputs(length: int, kv_heads: int) -> list[Tensor]:
 def test_chunks_give_what_the_dense_mask_gives(
     length: int, window: int, chunk: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_module, "CHUNK_TOKENS", chunk)
+    for module in (attention_module, chunked_attention):
+        monkeypatch.setattr(module, "CHUNK_TOKENS", chunk)
     given, judged = inputs(length, kv_heads), inputs(length, kv_heads)
     ours, _ = attention(
         nn.Module(), *given, window_band(window, length, torch.float64, CPU), scaling=0.3

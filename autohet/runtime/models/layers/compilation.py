@@ -18,7 +18,7 @@ microbatches, and dynamo's own limit of 8 would leave the later ones uncompiled.
 """
 LIMIT_REACHED = "Dynamo recompile limit exceeded"
 _FAILURES: list[str] = []
-"""Why torch.compile fails in this process; empty if it does not, or has not been tried."""
+"""Why compilers fail in this process; empty if they do not, or have not been tried."""
 
 
 @cache
@@ -33,11 +33,15 @@ def can_compile(device_type: str) -> bool:
     try:
         torch.compile(_trial)(sample).backward()
     except Exception as error:  # noqa: BLE001 - a compiler's failures have no common type
-        reason = f"Nothing is compiled, since torch.compile fails here: {first_line(error)}"
-        logger.warning("%s", reason)
-        _FAILURES.append(reason)
+        report_failure(f"Nothing is compiled, since torch.compile fails here: {first_line(error)}")
         return False
     return True
+
+
+def report_failure(reason: str) -> None:
+    """Log why code for GPUs cannot be used in this process, and keep it for the job's events."""
+    logger.warning("%s", reason)
+    _FAILURES.append(reason)
 
 
 def fallback_reason() -> str | None:

@@ -260,6 +260,11 @@ ATTENTION_DROPOUT = "seeded_dropout"
 """Attribute of an attention module: its `AttentionDropout`; absent without dropout."""
 
 
+def position_keys(length: int, device: torch.device) -> Tensor:
+    """Return the keys of key positions as columns of attention weights, int32 [length]."""
+    return column_keys("key position", torch.arange(length, device=device))
+
+
 @dataclass(frozen=True)
 class AttentionDropout:
     """Dropout of the attention weights of one module.
@@ -276,11 +281,14 @@ class AttentionDropout:
         """Return the dropout of the present microbatch; None where the stage does not train."""
         return None if self.rows.keys is None else replace(self, rows=replace(self.rows))
 
+    def query_keys(self, queries: slice) -> Tensor:
+        """Return the keys of queries of each head as rows of weights, int32 [b, heads, queries]."""
+        assert self.rows.keys is not None
+        return _mix(self.rows.keys[:, None, queries] ^ self.heads[:, None])
+
     def drop(self, weights: Tensor, queries: slice, keys: slice) -> Tensor:
         """Return the weights of these queries and keys, [b, heads, queries, keys], with dropout."""
-        assert self.rows.keys is not None
-        of_queries = _mix(self.rows.keys[:, None, queries] ^ self.heads[:, None])
-        places = torch.arange(keys.start, keys.stop, device=weights.device)
-        of_keys = column_keys("key position", places)
+        of_queries = self.query_keys(queries)
+        of_keys = position_keys(keys.stop, weights.device)[keys]
         mask = dropout_mask(of_queries, of_keys, self.rate)
         return _without(weights, mask, self.rate)

@@ -50,11 +50,6 @@ def answer_lengths(begins: Tensor) -> list[list[int]]:
     return lengths
 
 
-def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if attention uses the pieces' lengths; else it uses a block-diagonal mask."""
-    return device.type == "cuda" and dtype in VARLEN_DTYPES
-
-
 def piece_mask(begins: Tensor, window: int | None, device: torch.device) -> Tensor:
     """Return a block-diagonal causal mask, bool [b, 1, S, S].
 

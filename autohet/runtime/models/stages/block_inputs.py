@@ -11,12 +11,10 @@ from transformers import PreTrainedConfig
 
 from autohet.runtime.models.config_keys import RECURRENT, is_recurrent, window_of
 from autohet.runtime.models.layers.attention import MaskMaker, window_band
-from autohet.runtime.models.layers.dropout import dropout_of
 from autohet.runtime.models.layers.pieces import (
     cumulative_lengths,
     piece_mask,
     positions_of,
-    uses_varlen,
 )
 from autohet.runtime.models.stages.stage_spec import StageSpec
 
@@ -88,7 +86,7 @@ class BlockInputs:
         device = hidden.device
         windows = {each for each in self._windows if not isinstance(each, str)}
         made: dict[Any, Any]
-        if self._is_fused and uses_varlen(device, hidden.dtype):
+        if device.type == "cuda":
             made = dict.fromkeys(windows, cumulative_lengths(begins, device))
         else:
             made = {window: piece_mask(begins, window, device) for window in windows}
@@ -113,14 +111,6 @@ class BlockInputs:
         if self._takes_positions:
             arguments["position_ids"] = tables["positions"]
         return arguments
-
-    @property
-    def _is_fused(self) -> bool:
-        """True if one of torch's fused kernels computes attention."""
-        family = self._spec.family
-        config = self._spec.config
-        is_explicit = family.attention_softcap(config) is not None or family.has_sinks
-        return not is_explicit and not dropout_of(config).attention
 
     def _rotary_kind(self, index: int) -> str | None:
         """Return the key of block `index`'s rotary table: its layer type; None: the only table."""
