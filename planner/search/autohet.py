@@ -281,7 +281,7 @@ def _improve_best(
 
     tries = tries_for(len(request.fleet.workers))
     if request.uneven:  # a second search, after that of even stages
-        tries //= limits.UNEVEN_TRIES
+        tries //= limits.UNEVEN
 
     moves = Moves(tables, random.Random(0))
     judge = _judge(request, tables)

@@ -180,7 +180,7 @@ def _search_uneven(request: Request, even: Answer | None, known: Sequence[Plan])
     """
     begin = list(known)
     if even is not None:
-        begin = [even.plan, *even.candidates[: limits.WALKS], *known]
+        begin = [even.plan, *even.candidates[: limits.UNEVEN], *known]
     for cost in _costs(request, even):
         asked = replace(request, cost=cost, prove=False)
         try:

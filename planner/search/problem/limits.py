@@ -54,7 +54,7 @@ TRIES_GPUS = 24_000  # tries times GPUs: a prediction's time grows with the GPUs
 MOST_TRIES = 2_000  # of small fleets: the reach is a second
 FEWEST_TRIES = 60  # of large fleets: the reach is five seconds
 WALKS = 8  # starts, of which rounds leave one
-UNEVEN_TRIES = 4  # the search of uneven stages comes second, with one part in so many of the tries
+UNEVEN = 4  # plans from which uneven stages are looked for, in as small a part of the tries
 HOT = 1e-3  # share of the step time that a change may cost at first
 # times the fastest: within it, which is less than the model's error, the plan with fewer kinds of
 # pipelines is chosen

@@ -112,13 +112,12 @@ class Improver:
         """Return the best plan met in `tries` tries.
 
         Each round walks from the better half of the plans of the one before, with as many tries in
-        all; the best plan has the tries of two (successive halving: Karnin, Koren and Somekh, ICML
-        2013).
+        all (successive halving: Karnin, Koren and Somekh, ICML 2013).
         """
         # a walk of fewer tries leads nowhere
         now = list(starts[: max(2, tries // limits.FEWEST_TRIES)])
         num_rounds = math.ceil(math.log2(len(now)))
-        of_round = tries // (num_rounds + 2)
+        of_round = tries // (num_rounds + 1)
         left = tries
         self.walked = []
         while len(now) > 1:
