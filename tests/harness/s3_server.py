@@ -2,11 +2,14 @@
 process.
 """
 
+import functools
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import boto3
 
@@ -36,11 +39,32 @@ class S3Server:
         return f"s3://{name}"
 
 
+@functools.cache
+def serialize_writes() -> None:
+    """Let moto write one object at a time: its conditional writes look first, and store after that.
+
+    Several of those that run at once may succeed, while S3 lets one.
+    """
+    from moto.s3.responses import S3Response
+
+    lock = threading.RLock()
+    for name in ("put_object", "_key_response_post"):
+        write = getattr(S3Response, name)
+
+        @functools.wraps(write)
+        def one_at_a_time(*args: Any, _write: Any = write, **options: Any) -> Any:
+            with lock:
+                return _write(*args, **options)
+
+        setattr(S3Response, name, one_at_a_time)
+
+
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
     """Start the server and point this process's AWS environment at it until the block ends."""
     from moto.server import ThreadedMotoServer
 
+    serialize_writes()
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()

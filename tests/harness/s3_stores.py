@@ -25,6 +25,7 @@ import boto3
 import pytest
 from botocore.exceptions import BotoCoreError, ClientError
 
+from tests.harness.s3_server import serialize_writes
 from tests.harness.waits import HANG_S
 
 KEYS = ("testing", "testingsecret")
@@ -95,6 +96,7 @@ def moto_store(policies: list[str] | None = None) -> Iterator[S3Store]:
     from moto import settings
     from moto.server import ThreadedMotoServer
 
+    serialize_writes()
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
