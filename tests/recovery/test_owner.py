@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def test_the_nearest_parent_of_a_name_is_found() -> None:
     script += "from recovery.local.owner import ancestor_named; "
     script += f"print(ancestor_named({name!r}), ancestor_named('no such program'))"
     said = subprocess.run(
-        ["python", "-c", script], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
     assert said.stdout.split() == [str(os.getpid()), "None"]
     assert ancestor_named("no such program") is None
