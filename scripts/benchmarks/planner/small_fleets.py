@@ -8,14 +8,12 @@ in a process of its own. Seconds are the processor's, without imports.
 """
 
 import json
-import math
 import random
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from autohet.bench.planner.synthetic import (
@@ -71,6 +69,8 @@ def main() -> None:
         search(int(sys.argv[2]), int(sys.argv[3]))
         return
 
+    # another checkout may lack them
+    from scripts.benchmarks.planner.search_pairs import summary
     from scripts.benchmarks.provenance import provenance
 
     before = Path(sys.argv[1]).resolve()
@@ -95,19 +95,10 @@ def main() -> None:
                 "step_time_s": step_s,
             }
         )
-    both = [each for each in rows if each["before_s"] and each["step_time_s"]]
-    steps = [each["step_time_s"] / each["before_s"] for each in both]
-    summary = {
-        "fleets": len(both),
-        "mean_step": math.exp(fmean(map(math.log, steps))),
-        "worst_step": max(steps),
-        "best_step": min(steps),
-        "over_1.02": sum(each > 1.02 for each in steps),
-        "cpu": sum(each["cpu_s"] for each in rows) / sum(each["before_cpu_s"] for each in rows),
-    }
-    document = {**provenance(), "before": before.name, **summary, "rows": rows}
+    ratios = summary(rows)
+    document = {**provenance(), "before": before.name, **ratios, "rows": rows}
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(summary, indent=1))
+    print(json.dumps(ratios, indent=1))
 
 
 if __name__ == "__main__":
